@@ -1,6 +1,6 @@
 """Runs the trainer from Python code: `import spmd_trainer as st; st.train("lm.stdlib.StdlibBytesTiny", "runs/mine")`.
 
-Each function but `load_variables` does the work of one `--mode`, shows the same progress lines, and returns the results. An
+Each function except `load_variables` does the work of one `--mode`, shows the same progress lines, and returns the results. An
 experiment is given by its name, as a class (registered or not), or as an instance.
 """
 
@@ -266,7 +266,7 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
       {'params': {...}, 'non_trainable': {...}}, nested by the parts of the variables' paths: NumPy arrays without padding.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is damaged, or it holds only adapters (of a run with `task.lora`).
+      CheckpointError: there is no such checkpoint, it is damaged, or it has only adapters (in a run with `task.lora`).
     """
     from spmd_trainer.checkpointing import frozen_base, own_steps
 

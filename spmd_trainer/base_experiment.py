@@ -82,7 +82,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
 
     @abc.abstractmethod
     def datasets(self) -> list[InputConfig]:
-        """Returns the input configs for training (`is_training=True`) and evaluation. Evaluation inputs need different names."""
+        """Returns the input configs for training (`is_training=True`) and evaluation. Evaluation inputs need distinct names."""
 
     @abc.abstractmethod
     def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:
@@ -112,7 +112,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return self.decoder_datasets()
 
     def decoder_datasets(self) -> list[InputConfig]:
-        """Pax's older name of `decode_datasets`, which returns this method's result by default. Returns [] by default."""
+        """Pax's older method for decode inputs: `decode_datasets` calls it by default. Returns [] by default."""
         return []
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
@@ -219,8 +219,8 @@ def check_overrides(experiment: BaseExperiment) -> None:
       experiment: the experiment, with the class attributes that `--fdl.set` overrides already set.
 
     Raises:
-      UserError: the experiment returns custom programs or an executor, or its programs are for other datasets than its eval and
-        decode datasets.
+      UserError: the experiment returns custom programs or an executor, or its programs don't match its eval and decode
+        datasets.
     """
     name, cls = type(experiment).__name__, type(experiment)
     train = experiment.train_programs()

@@ -1,4 +1,4 @@
-"""Callbacks: objects that a training run calls at fixed points, e.g. after each step. Experiments and callers can add some.
+"""Callbacks: objects that a training run calls at fixed points, e.g. after each step. Experiments and callers can add more.
 
 `Callback` has one method for each of these points, and each method gets a `Run`: the run's state, mesh, task and directory. An
 experiment adds callbacks as configs in `task.train.callbacks`, a caller as objects in `spmd_trainer.train(callbacks=[...])`.
@@ -50,28 +50,28 @@ class Run:
       experiment: the experiment's full registered name.
       job_log_dir: the run's directory.
       task: the built task.
-      partitioner: the partitioner on the run's mesh. An elastic run gets another one when its devices change.
+      partitioner: the partitioner on the run's mesh. An elastic run gets a new one when its devices change.
       batch: ShapeDtypeStructs of the global training batch, without padding.
-      num_steps: training is complete at this step.
+      num_steps: the step at which training is complete.
       eval_names: names of the evaluation datasets.
       eval_averages: the averages that evaluation uses instead of the variables, e.g. 'ema', or 'none'. See `training.averages`.
       saves: True if the run saves checkpoints.
       summaries: writes scalars; see `SummaryWriters.write`. Only process 0 writes; the other processes discard the scalars.
       origin: where the run's initial variables came from; part of the metadata of its checkpoints.
-      input: the training input; `input.state` is its position after the batch of the run's step `step`.
+      input: the training input. `input.state` is its position after the batch that training step `step` used.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
       activity: (current activity, e.g. 'training step 12'; `time.monotonic()` when the activity began).
-      times: adds up the seconds that this process spends in each part of the run.
-      first_step: the step of the state that was initialised or restored when this process started.
+      times: a `RunTimes`, which adds up the seconds that this process spends in each part of the run.
+      first_step: the step of the state that was initialized or restored when this process started.
       step: the number of training steps that `state` has taken.
       dispatched: the batch of the step that was dispatched last; for `after_dispatch`.
       stop_reason: why training ends before `num_steps`; '' if it has not been stopped.
-      waits_for_devices: returns True while the loop waits for a dispatched step. Thread-safe.
+      waits_for_devices: function that returns True while the loop waits for a dispatched step. Thread-safe.
       step_watch: the `StepWatch` that the loop calls within each step.
-      fail: function that treats a hang as a failure: records the given error and calls every callback's `on_failure`. Called
-        from another thread, because the training loop may be blocked.
-      hangs: True once the process is ending because the run hangs. Later errors only result from the hang and aren't recorded.
+      fail: function to call if the run hangs. It records the given error and calls every callback's `on_failure`. A different
+        thread calls it, because the training loop may be blocked.
+      hangs: True once the process is exiting because the run hangs. Later errors only result from the hang and aren't recorded.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Run:
         self._logged.update(scalars)
 
     def take_logged(self) -> dict[str, float]:
-        """Returns the scalars that `log` got since the last call."""
+        """Returns and clears the scalars passed to `log` since the last call of `take_logged`."""
         logged, self._logged = self._logged, {}
         return logged
 
@@ -189,7 +189,7 @@ class Run:
 
 
 class Turn(enum.IntEnum):
-    """Position of a callback in the calling order. Callbacks that write come after those that log scalars or stop the run."""
+    """Position of a callback in the calling order. Callbacks that write files come after those that log scalars or stop a run."""
 
     FIRST = 0
     SAYS = 1
@@ -201,9 +201,10 @@ class Turn(enum.IntEnum):
 class Callback:
     """Base class of callbacks, which a training run calls at fixed points. Every method does nothing; override any of them.
 
-    Callbacks are called in this order: the trainer's own, then the experiment's (`task.train.callbacks`), then the caller's
-    (`spmd_trainer.train(callbacks=...)`), then the trainer's that write summaries, checkpoints, times and the run's page, then
-    trackers. Every process calls its own callbacks. An exception in a callback ends the run; the error names the callback.
+    They are called in this order: the trainer's callbacks that monitor or stop the run; the experiment's callbacks
+    (`task.train.callbacks`); the caller's (`spmd_trainer.train(callbacks=...)`); the trainer's that write summaries,
+    checkpoints, times and the run's page; and last the experiment trackers (`--track`). Every process calls its own callbacks.
+    An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in
     `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). `device_get`
@@ -216,10 +217,10 @@ class Callback:
     turn: ClassVar[Turn] = Turn.SAYS
 
     def on_open(self, run: Run) -> None:
-        """Called first, before the state is restored or initialised and before the step is compiled."""
+        """Called first, before the state is restored or initialized and before the step is compiled."""
 
     def on_start(self, run: Run) -> None:
-        """Called when `run.state` has been restored or initialised."""
+        """Called when `run.state` has been restored or initialized."""
 
     def after_dispatch(self, run: Run, step: int) -> None:
         """Called when a step has been dispatched. The devices are still computing it: don't wait for them."""
@@ -266,7 +267,7 @@ class Callback:
     def on_pause(self, run: Run, step: int) -> None:
         """Called in each pause, after the step's save, evaluation and decode. Do long work here.
 
-        Training pauses when a save, evaluation or decode is due, or when a callback asks for a pause. The devices have finished
+        Training pauses when a save, evaluation or decode is due, or when a callback requests a pause. The devices have finished
         `step`, and the duration of the pause is not counted when steps per second are computed.
         """
 
@@ -289,7 +290,7 @@ class StepWatch:
     """
 
     def begin(self, began: float, for_others: float) -> None:
-        """Called when the previous step has ended and the loop asks for the next batch.
+        """Called when the previous step has ended and the loop requests the next batch.
 
         Args:
           began: the time of this call, in seconds.
@@ -336,7 +337,7 @@ class RunTimes:
         self.current = ("start", clock())
 
     def begin(self, part: str) -> float:
-        """Ends the active part and begins another of `PARTS`. Returns the current time, at which the new part begins.
+        """Ends the active part and begins `part`, one of `PARTS`. Returns the current time, at which the new part begins.
 
         Raises:
           KeyError: the part is unknown.

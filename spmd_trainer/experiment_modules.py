@@ -1,7 +1,7 @@
 """Imports the modules that may define an experiment of a given name, and explains unknown names.
 
-The search order is: the module that the name itself contains (first the user's own, then a shipped one, then one of Pax's
-`tasks`), all shipped experiments, the packages that installed distributions announce in the entry-point group
+The search order is: the module that the name itself contains (first the user's module of that name, then the shipped one, then
+the one in Pax's `tasks`), all shipped experiments, the packages that installed distributions announce in the entry-point group
 `spmd_trainer.experiments`, and the modules of `--exp_module`.
 """
 
@@ -92,10 +92,10 @@ def _import_below(package: types.ModuleType) -> Iterator[str]:
 
 
 def import_for(name: str) -> Iterator[types.ModuleType]:
-    """Imports the modules that an experiment's name may refer to, one by one: the user's, the shipped one, Pax's.
+    """Imports the modules that an experiment's name may refer to, one by one.
 
     Yields:
-      Each of these modules that exists.
+      The user's own module, the module that ships with the trainer, and the one in Pax's `tasks`, as far as they exist.
 
     Raises:
       UserError: the name is not of the form module.Class, or an import fails.

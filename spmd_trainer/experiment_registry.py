@@ -1,6 +1,6 @@
 """The registry of experiments: `@register` adds a class, `get(name)` returns it.
 
-An experiment's names are its full name `module.Class`, any unambiguous tail of it, and Pax's short form without `.params.`
+An experiment's names are its full name `module.Class`, any unambiguous suffix of it, and Pax's short form without `.params.`
 (`lm.lm_cloud.X` for `lm.params.lm_cloud.X`). Nothing is printed at import. `experiment_modules.py` imports the module of a
 name and explains names that don't exist.
 """
@@ -46,14 +46,14 @@ def register(
     Args:
       experiment_class: a `BaseExperiment` subclass.
       tags: arbitrary strings to store with the experiment, see `get_registry_tags`; not regexes.
-      allow_overwrite: replace another class of the same full name. Running a notebook's cell again or reloading a module
-        always replaces the class.
+      allow_overwrite: True replaces a class that is already registered with the same full name. Running a notebook's cell
+        again or reloading a module always replaces the class.
 
     Returns:
       The class itself, or a decorator when called with keyword arguments only.
 
     Raises:
-      ValueError: another class of the same full name is registered and `allow_overwrite` is False.
+      ValueError: a different class with the same full name is registered, and `allow_overwrite` is False.
     """
     if experiment_class is None:
         return lambda cls: register(cls, tags=tags, allow_overwrite=allow_overwrite)
@@ -137,7 +137,7 @@ def get(name: str) -> type:
     """Returns the experiment class of this name, and imports its module if needed.
 
     Args:
-      name: the full name, an unambiguous tail of it, or Pax's short form.
+      name: the full name, an unambiguous suffix of it, or Pax's short form.
 
     Raises:
       ValueError: no experiment or several experiments match. The message says what is wrong: the module, the class, a missing

@@ -1,7 +1,7 @@
 """The experiments that ship with the trainer; `spmd-trainer --list` prints them.
 
-A wheel has them in the folder `experiments/` beside this file, a checkout in its top-level folder `experiments/`. Both are
-imported as `spmd_trainer.experiments...`, so that a user's own package may be called `experiments`.
+In an installed wheel they are in the folder `experiments/` beside this file; in a checkout, in the top-level `experiments/`.
+Both are imported as `spmd_trainer.experiments...`, so that a user's own package may be called `experiments`.
 """
 
 import pathlib

@@ -1,7 +1,7 @@
 """Settings: fields of frozen dataclasses, each declared once, with its default and a sentence of help.
 
-The declaration determines the setting's flag, its entry in `--help`, its validity check, its keyword in Python, and the lines
-by which processes and restarts compare its value.
+The declaration determines the setting's flag, its entry in `--help`, its validity check and its keyword in Python. It also says
+whether the value must be the same on all processes, and whether a restarted run reports a change of the value.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Setting:
       choices: valid values.
       read: converts a given value; called with (flag name with dashes, string from the command line or value from Python).
       compared: False if the processes of a job may have different values.
-      noted: True if `config.txt` records the value, so that a restart with another value reports the change.
-      carried: True if modes without this setting ignore its flag, so that a training command also works with another mode.
+      noted: True if `config.txt` records the value, so that a restart with a different value reports the change.
+      carried: True if modes without this setting ignore its flag, so that a training command also works with other modes.
       instead: what to use instead in modes that refuse the flag; part of the error message.
       empty: True if '' is a valid value. Otherwise an empty flag, as in --restore_checkpoint_dir=$UNSET, counts as not given.
       required: error message if no value is given, e.g. '--mode=replay needs --step=N'; '' for an optional setting.
@@ -140,7 +140,7 @@ class Settings:
         """Returns `self`, typed as `kind`, the settings class of one mode.
 
         Raises:
-          TypeError: `self` is not an instance of `kind`: it has the settings of another mode.
+          TypeError: `self` is not an instance of `kind`, because it has the settings of a different mode.
         """
         if not isinstance(self, kind):
             raise TypeError(f"{type(self).__name__} has not the settings of {kind.__name__}")

@@ -46,15 +46,15 @@ def set_sharding_annotations_v1(
     ici_mesh_shape: Sequence[int],
     dcn_mesh_shape: Sequence[int] | None = None,
 ) -> None:
-    """Sets a task's mesh ('replica', 'data', 'mdl') and splits inputs, variables and activations over it.
+    """Sets a task's mesh ('replica', 'data', 'mdl') and the sharding of its inputs, variables and activations.
 
-    The batch dimension of the inputs is split over replica and data. `TransformerLm.set_sharding_params_v1` splits the
-    weights over data and mdl. A model without `lm_tpl` gets only the mesh and the input mapping.
+    The batch dimension of the inputs is sharded over replica and data. `TransformerLm.set_sharding_params_v1` shards the
+    weights over data and mdl. A model without `lm_tpl` gets only the mesh and the sharding of the inputs.
 
     Args:
       task_p: the task's config, with its model set. Changed in place.
-      training_optimized: also split saved activations over mdl. This saves memory between the forward and the backward
-        pass, and costs communication.
+      training_optimized: True also shards saved activations over mdl. This saves memory between the forward and the
+        backward pass, and costs communication.
       ici_mesh_shape: the 3 sizes of the mesh within a slice.
       dcn_mesh_shape: the 3 sizes of the mesh across slices; None for one slice.
 
@@ -72,7 +72,7 @@ def set_mesh(
     ici_mesh_shape: Sequence[int],
     dcn_mesh_shape: Sequence[int] | None,
 ) -> None:
-    """Sets a task's mesh, and splits the batch dimension of its inputs over all axes but the last, which is 'mdl'.
+    """Sets a task's mesh, and shards the batch dimension of its inputs over all axes except the last, which is 'mdl'.
 
     Raises:
       UserError: a mesh shape does not have one size per axis.
@@ -87,7 +87,7 @@ def set_mesh(
 
 
 def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
-    """Sets in place how a model's variables are split over its mesh, by `set_sharding_params_v1` of its `lm_tpl`'s class."""
+    """Sets the sharding of a model's variables, in place, by calling `set_sharding_params_v1` of its `lm_tpl`'s class."""
     model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
         model_p.lm_tpl,
         replica_axis=REPLICA_AXIS,
@@ -101,7 +101,7 @@ def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
 
 
 def batch_split_mapping(batch_axes: tuple[str, ...]) -> NestedMap:
-    """Returns an `inputs_split_mapping` that splits the batch dimension of inputs of rank 1 and 2 over these axes."""
+    """Returns an `inputs_split_mapping` that shards the batch dimension of inputs of rank 1 and 2 over these axes."""
     return NestedMap(map_1d=(batch_axes,), map_2d=(batch_axes, None))
 
 
@@ -109,7 +109,7 @@ def check_mesh_shape(name: str, shape: Sequence[int] | None, axes: Sequence[str]
     """Checks that a mesh shape has one size per axis.
 
     Raises:
-      UserError: `shape` is None or has another number of sizes; the message says to set the class attribute `name`.
+      UserError: `shape` is None or has a different number of sizes. The message says to set the class attribute `name`.
     """
     if shape is None or len(shape) != len(axes):
         given = None if shape is None else list(shape)
@@ -181,7 +181,7 @@ def set_adam_with_cosine_decay(
 
     Args:
       learner_p: the learner's config; changed in place.
-      loss_name: the model output to minimise.
+      loss_name: the model output to minimize.
       learning_rate: peak learning rate, reached after the warm-up.
       warmup_steps: steps of linear warm-up.
       num_train_steps: step at which the decay ends.

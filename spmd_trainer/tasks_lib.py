@@ -91,7 +91,7 @@ class SingleTask(BaseTask):
         ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `task_fields.PaxEarlyStopping`.
       lora: config of a `decoder.lora.Lora`, to train adapters on a frozen model; None: the model itself is trained.
-      mup: config of a `step.mup.Mup`, with which hyperparameters tuned on a narrow base model hold for this one; None: no muP.
+      mup: config of a `step.mup.Mup`, which lets this model use hyperparameters tuned on a narrow base model; None: no muP.
       summary_verbosity: layers' `add_summary` calls with a higher verbosity are dropped.
     """
 
@@ -113,15 +113,15 @@ class SingleTask(BaseTask):
           summary_interval_steps: steps between TensorBoard summaries; at least 1.
           log_train_output_interval_steps: steps between progress lines; None: `summary_interval_steps`. A line is also logged
             after 30 s without one.
-          summary_accumulate_interval_steps: None: a summary has the values of its own step. N: a summary has the average over
-            every N-th step since the last summary; 1 averages all steps.
+          summary_accumulate_interval_steps: if None, a summary has the values of its own step; if N, the averages over every
+            N-th step since the last summary. 1 averages all steps.
           variable_norm_summary: also write the norm of every variable to the summaries.
           update_ratio_summary: also write each variable's gradient norm, norm and relative change to the summaries, layer by
             layer; see `step/step_fns.py`.
-          saved_activations: names of activations that the model's rematerialised parts keep on the device for the backward
+          saved_activations: names of activations that the model's rematerialized parts keep on the device for the backward
             pass, see `step/activation_memory.py`. If this or `offloaded_activations` has a name, all other activations are
             recomputed; otherwise the model's own policies decide.
-          offloaded_activations: names of activations that the rematerialised parts move to host memory until the backward pass.
+          offloaded_activations: names of activations that the rematerialized parts move to host memory until the backward pass.
           gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
             'bfloat16', which needs half the memory but loses gradients that are small relative to the sum.
             `ShardMapPartitioner` adds these sums up over devices in float32.
@@ -131,9 +131,9 @@ class SingleTask(BaseTask):
           decode_interval_steps: steps between decodes, which also take place when training is complete; None or 0: never.
           decode_start_after_n_steps: first step at which to decode.
           decode_use_ema_states: decode with the moving averages.
-          inputs_split_mapping: {'map_1d': ..., 'map_2d': ...}: how inputs of each rank are split over the mesh; 'by_name'
-            overrides single inputs, by path or by fnmatch glob (not a regex). None: inputs are split on the batch dimension
-            over the whole mesh. See `sharding/split_mapping.py`.
+          inputs_split_mapping: {'map_1d': ..., 'map_2d': ...}: how inputs of each rank are sharded over the mesh. 'by_name'
+            overrides this for single inputs, by path or fnmatch glob (not a regex). None: the batch dimension of all inputs
+            is sharded over the whole mesh. See `sharding/split_mapping.py`.
           sharding_strategy: [(regex, tactic), ...] for the variables whose layer declares no split mapping. The first regex
             found in a variable's path (`re.search`, e.g. in 'params/lm/softmax/w') decides. See
             `sharding/path_rules.py`.
@@ -141,14 +141,14 @@ class SingleTask(BaseTask):
           profiler_capture_step: first step to profile; None: never.
           profiler_num_steps: number of steps to profile.
           profiler_min_duration_sec: minimum duration of the profile in seconds.
-          batch_ramp: {step: rows of the global batch}: {0: 64, 1000: 128} trains with 64 rows, and with 128 after 1,000 steps.
-            The ramp replaces the training dataset's `batch_size`. See `training/ramps.py`.
-          sequence_ramp: {step: tokens per row}: from each step on, the training dataset's rows are cut into rows of the given
-            number of tokens. The number of tokens per batch stays the same.
-          random_seed: seed of initialisation and of all randomness in training.
+          batch_ramp: {step: rows of the global batch from this step on}. {0: 64, 1000: 128} trains with 64 rows, and with 128
+            after 1,000 steps. The ramp replaces the training dataset's `batch_size`. See `training/ramps.py`.
+          sequence_ramp: {step: tokens per row from this step on}. The training dataset's rows are cut into rows of this
+            length. The number of tokens per batch stays the same.
+          random_seed: seed of initialization and of all randomness in training.
           enable_input_checkpointing: save the input's position with each checkpoint.
           enforce_input_specs: raise an error if the first batch differs from the declared names, shapes and dtypes.
-          always_use_train_for_model_init: in evaluation and decode too, initialise variables as in training.
+          always_use_train_for_model_init: True: evaluation and decode jobs initialize the model in training mode too.
           callbacks: configs of `spmd_trainer.callbacks.Callback`, called during training.
           apply_mutable_list: collections that the training forward pass may write.
         """
@@ -317,7 +317,7 @@ class SingleTask(BaseTask):
         return task
 
     def with_model(self, model: Any) -> SingleTask:
-        """Returns a copy of the task with another model with the same variables, e.g. one with other generation settings."""
+        """Returns a copy of the task with a new model, e.g. with new generation settings. The variables must be the same."""
         task = copy.copy(self)
         task.model = model
         if self.lora is not None:
@@ -379,7 +379,7 @@ def extract_ema(model_states: TrainState) -> TrainState:
     """Returns a state whose variables are the moving averages of `model_states`, without optimizer states.
 
     Raises:
-      ValueError: the optimizer states hold no averages.
+      ValueError: the optimizer states contain no averages.
     """
     averages = optax_bridge.extract_ema(model_states.opt_states, model_states.mdl_vars)
     return TrainState(step=model_states.step, mdl_vars=averages, opt_states=[], extra_state=())

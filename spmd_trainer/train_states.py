@@ -30,7 +30,7 @@ def is_adapter(path: str) -> bool:
 class TrainState:
     """Step counter, model variables and optimizer states. "Step n" is the state after n training steps.
 
-    The leaves are arrays in a live state. Elsewhere the same structure holds shapes, specs, shardings or VariableSpecs.
+    The leaves are arrays in a live state. Elsewhere the same structure has shapes, specs, shardings or VariableSpecs as leaves.
 
     Attributes:
       step: scalar uint32, the number of steps taken.

@@ -17,12 +17,12 @@ _SHARED: tuple[type[CheckpointError], ...] = (CheckpointNotFoundError, Checkpoin
 
 
 def agreed_problem(check: Callable[[], str | None]) -> str | None:
-    """Calls `check` on every process, and returns the same problem on all of them: that of the lowest process that has one.
+    """Calls `check` on every process, and returns the same problem on all: that of the first process that has one.
 
-    Called by every process. Returns None if no process has a problem.
+    All processes must call it. Returns None if no process has a problem.
 
     Args:
-      check: returns the problem with a step as this process sees it, or None.
+      check: returns the problem that this process finds with a step, or None.
 
     Raises:
       CheckpointNotFoundError: on every process, if one process did not find the step.
@@ -55,14 +55,14 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
 
 
 def agreed(make: Callable[[], _Value]) -> _Value:
-    """Calls `make` on every process, and returns its result. If it raises on any process, raises like `agreed_problem`."""
+    """Calls `make` on every process, and returns its result. If it raises on one process, all raise, as in `agreed_problem`."""
     made: list[_Value] = []
     agreed_problem(lambda: made.append(make()))
     return made[0]
 
 
 def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
-    """Calls `decide` on process 0 alone, and returns its result on every process. Called by every process.
+    """Calls `decide` on process 0 alone, and returns its result on every process. All processes must call it.
 
     Args:
       decide: returns a JSON value, e.g. what process 0 sees in a directory.
@@ -86,8 +86,8 @@ class SaveBarrier:
     """A barrier between processes for Orbax's writing threads. If a write fails on one process, the save fails on all.
 
     With Orbax's own barrier, the other processes would wait 20 minutes for the failed one. Every process must call the
-    barrier equally often, from one thread at a time. A process whose write failed sends the reason instead of its next call;
-    the corresponding calls on the other processes then raise an error.
+    barrier the same number of times, from one thread at a time. A process whose write failed sends the reason instead of its
+    next call; the corresponding calls on the other processes then raise an error.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,7 +113,7 @@ class SaveBarrier:
 
         Args:
           write: waits for the writing threads, and raises their exception.
-          give_up: called if the write fails, before the other processes are told; ends the threads that wait for this process.
+          give_up: called if the write fails, before the other processes are told. Must release threads that wait for the write.
         """
         try:
             write()

@@ -44,17 +44,17 @@ class _Layout(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run. Each step is a directory that becomes visible when it is complete.
+    """Saves and restores the checkpoints of one run. A step (checkpoint) is a directory that becomes visible when complete.
 
     Every process of the job creates a Checkpointer and calls the same methods in the same order. Evaluation and decoding
     jobs, which only read a run's checkpoints, open them with `read_only=True`.
 
     A step holds the arrays at logical shapes, each shard written by the process that owns it; a JSON record (logical shapes,
     mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A step is
-    whole if its files match its manifest; the module `manifest` lists the checks. A damaged step is never restored and never
-    deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs this.
+    whole (undamaged) if its files match its manifest; the module `manifest` lists the checks. A damaged step is never restored
+    and never deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs this.
 
-    Every method that reads storage raises CheckpointReadError if storage does not answer, or refuses access.
+    Every method that reads storage raises CheckpointReadError if storage does not respond or denies access.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Checkpointer:
           directory: `job_log_dir/checkpoints`.
           save_interval_steps: `should_save` returns True at multiples of this number of training steps.
           save_max_to_keep: how many of the newest steps to keep; None keeps all.
-          save_keep_interval_duration: also keep an older step if it was saved at least this long after the previous one kept:
-            '12h', '90m', '1d12h', 45 (seconds), a timedelta. '' or None keeps the newest steps only.
-          read_only: save nothing and rename nothing.
-          label: the word for a step of this directory in log messages: 'step' gives 'saving step 200'.
+          save_keep_interval_duration: an older step is also kept if it was saved at least this long after the previous step
+            that is kept: '12h', '90m', '1d12h', 45 (seconds), a timedelta. '' or None keeps the newest steps only.
+          read_only: True saves nothing and renames nothing.
+          label: the word for a checkpoint in log messages: with 'step', they read 'saving step 200'.
 
         Raises:
           ValueError: an interval, number or duration is invalid.
@@ -92,7 +92,7 @@ class Checkpointer:
         self._read_only = read_only
         self._label = label
         self._manager: orbax_io.Manager | None = None
-        # Steps that process 0 has seen, and those saved since. (Other processes may see others.) None: not asked yet.
+        # Steps that process 0 has seen, and those saved since. (Other processes may see different ones.) None: not listed yet.
         self._known: set[int] | None = None
         # Steps whose remains on an object store can't be deleted.
         self._blocked: set[int] = set()
@@ -130,9 +130,9 @@ class Checkpointer:
         return steps.newest_whole(self._directory, log_damage=True)
 
     def holds_steps(self) -> bool:
-        """Returns True if process 0 sees a checkpoint, damaged or not: such a run must not start from scratch.
+        """Returns True if process 0 sees a checkpoint, damaged or not. Then the run must not start from scratch.
 
-        Called by every process. The remains of a killed save on an object store do not count as a checkpoint.
+        All processes must call it. The remains of a killed save on an object store are not treated as a checkpoint.
         """
         there, committed = decided_by_process_0(functools.partial(steps.present_and_committed, self._directory))
         self._known = set(there)
@@ -153,7 +153,7 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Returns True if a checkpoint is due: the step is a multiple of `save_interval_steps` and is not saved yet.
 
-        Cheap enough to call at every training step. Called by every process; all get the same answer.
+        Cheap enough to call at every training step. All processes must call it; all get the same answer.
         """
         if self._read_only or step % self._save_interval_steps:
             return False
@@ -180,19 +180,19 @@ class Checkpointer:
         check_finite: bool = False,
         shared_input_state: bool = True,
     ) -> bool:
-        """Starts to save a checkpoint; writing continues in the background. Called by every process.
+        """Starts to save a checkpoint; writing continues in the background. All processes must call it.
 
         When it returns, the state may be donated to the next training step. If the previous save is still being written,
         waits for it.
 
         Args:
-          step: the number of updates that the state has had.
+          step: the number of training updates that led to the state.
           state: a TrainState (or another tree) of jax.Arrays at padded shapes.
           variables: the same tree with VariableSpecs as leaves.
           input_state: this process' position in the training input, as numbers, strings, bytes, lists and dicts.
           metadata: further entries of the checkpoint's JSON record, e.g. the resolved config.
-          force: save even if the step is not due.
-          check_finite: True waits until the state is computed, and refuses it if it holds NaN or infinity.
+          force: True saves even if the step is not due.
+          check_finite: True waits until the state is computed, and raises an error if it contains NaN or infinity.
           shared_input_state: True if `input_state` is valid for any number of processes; False saves one for each process.
 
         Returns:
@@ -201,7 +201,7 @@ class Checkpointer:
         Raises:
           CheckpointError: an earlier save failed (the message has its cause, which is chained), this save could not start, or
             the state does not match `variables`.
-          NonFiniteStateError: the state was refused; nothing was written.
+          NonFiniteStateError: `check_finite` found NaN or infinity; nothing was written.
         """
         if not force and not self.should_save(step):
             return False
@@ -319,24 +319,24 @@ class Checkpointer:
         partial: bool = False,
         with_input: bool = True,
     ) -> Restored:
-        """Restores a checkpoint onto a mesh. It may have been saved with another mesh, device count, process count or padding.
+        """Restores a checkpoint onto a mesh. It may have been saved with a different mesh, device or process count, or padding.
 
-        The logical region is restored bit for bit; padding is zero. Each process reads its own shards. Called by every process.
+        The logical region is restored bit for bit; padding is zero. Each process reads its own shards, so all must call it.
 
         Args:
           variables: a TrainState (or another tree) of VariableSpecs: the state to restore.
           mesh: the mesh of the restored arrays.
           step: the step to restore. None takes the newest undamaged step; newer damaged steps are logged with their damage,
             and renamed unless this Checkpointer is read-only.
-          partial: do not read saved variables that `variables` lacks; see `sources.restore`.
-          with_input: False does not read the input position, which a job with another number of processes may be unable to use.
+          partial: True ignores saved variables that `variables` lacks; see `sources.restore`.
+          with_input: True also reads the input position, which a job with a different number of processes may be unable to do.
 
         Raises:
           CheckpointNotFoundError: the step does not exist, or there is no step.
           NoWholeCheckpointError: there are steps, and all of them are damaged.
           DamagedCheckpointError: the requested step is damaged.
           CheckpointMismatchError: see `sources.restore`.
-          CheckpointReadError: storage does not answer, or refuses access. Nothing is renamed.
+          CheckpointReadError: storage does not respond or denies access. Nothing is renamed.
         """
         self.wait_until_finished()
         self._last_save = self._known = None

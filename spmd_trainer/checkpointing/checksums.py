@@ -2,7 +2,7 @@
 
 A variable is a sequence of unsigned 32-bit words: each element is one word (narrower elements are zero-extended) or, if it
 has 64 bits, two words, the low one first. The index of a word consists of the indices of its element and, last, the word's
-number within the element. With all arithmetic modulo 2**32, half s (0 or 1) of the checksum is
+number within the element. The checksum has two halves, s = 0 and s = 1. With all arithmetic modulo 2**32, half s is
 
     sum over all words that are not 0 of  mix(word XOR sum over d of index[d] * factor(s, d))
     factor(s, d) = mix(16 * s + d + 1) OR 1
@@ -40,7 +40,7 @@ _WORDS: Mapping[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: 
 
 
 def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec] | None = None) -> dict[str, str]:
-    """Returns the checksum of each variable. Called by every process; all of them get the same result.
+    """Returns the checksum of each variable. All processes must call it; all of them get the same result.
 
     Args:
       arrays: arrays at padded shapes by path.

@@ -10,7 +10,7 @@ class CheckpointError(Exception):
     """A checkpoint could not be saved, found or read. The message says which one, why, and what to do.
 
     Attributes:
-      exit_status: the exit status of a command that ends with this error.
+      exit_status: the exit status of a command that fails with this error.
     """
 
     exit_status = 2
@@ -27,9 +27,9 @@ class NoWholeCheckpointError(CheckpointNotFoundError):
 
 
 class CheckpointReadError(CheckpointError):
-    """Storage did not answer, or refused access, even after retries. The checkpoint may be undamaged; it is left as it is.
+    """Storage did not respond or denied access, even after retries. The checkpoint may be undamaged; it is not changed.
 
-    Every function that lists a directory of checkpoints or reads a file in it may raise this error; few docstrings say so.
+    Every function that lists a directory of checkpoints or reads a file in it may raise this error; most docstrings omit it.
     """
 
 

@@ -3,12 +3,12 @@
 This module finds the trees of arrays that Orbax's interfaces write:
 
 - `StandardCheckpointer` and `PyTreeCheckpointer` write a tree.
-- `CheckpointManager` writes steps (`3`, `checkpoint_3`), in each an item (`default`) or several (`state`, `batch_stats`);
+- `CheckpointManager` writes steps (`3`, `checkpoint_3`). A step has one item (`default`) or several (`state`, `batch_stats`);
   each item is a tree.
 
 The rules of a warm start name arrays as the checkpoint does, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. The model's own
-names work too if they are unambiguous: they mean the arrays below the prefix in the checkpoint where most of the model's names
-are found; on a tie, the shortest. So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
+names can be used too. They stand for the arrays below one prefix in the checkpoint: the one below which most of the model's
+names are found (on a tie, the shortest). So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FlaxCheckpointError(CheckpointError, UserError):
 
 
 class FlaxNotFoundError(FlaxCheckpointError, CheckpointNotFoundError):
-    """The directory has no such step."""
+    """The directory does not contain the requested step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlaxSource(CheckpointSource):
-    """A plain Flax checkpoint. `saved` has its arrays by their own names below 'mdl_vars/', and by the model's names.
+    """A plain Flax checkpoint. The keys of `saved` are 'mdl_vars/' + path in the checkpoint, and also paths in the model.
 
     Attributes:
       trees: {path in `saved`: directory of the Orbax tree that holds the array}.
@@ -78,7 +78,7 @@ class FlaxSource(CheckpointSource):
 
 
 def open_source(directory: epath.Path, step: int | None, variables: TrainState) -> FlaxSource | None:
-    """Opens a checkpoint of plain Flax. Called by every process.
+    """Opens a checkpoint of plain Flax. All processes must call it.
 
     Args:
       directory: a directory that Orbax wrote: a tree, a directory of items, or a directory of steps.
@@ -118,7 +118,7 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
 
 
 def _look(directory: epath.Path, step: int | None) -> _Found | None:
-    """Finds the trees of a step in a directory. Returns None if it holds no Orbax checkpoint, or this trainer's own."""
+    """Finds the trees of a step in a directory. Returns None if there is no Orbax checkpoint, or if this trainer wrote it."""
     if not directory.is_dir() or _is_own(directory):
         return None
     if trees := _trees(directory):
@@ -181,7 +181,7 @@ def _describe(trees: Mapping[str, epath.Path]) -> dict[str, tuple[SavedVariable,
 
 
 def _model_names(raw: Iterable[str], model: Sequence[str], where: epath.Path) -> dict[str, str]:
-    """Returns {path in the model: path in the checkpoint} for the collections that the checkpoint has unambiguously.
+    """Returns {path in the model: path in the checkpoint} for the collections that are found unambiguously.
 
     For each collection, e.g. 'params', takes the prefix in the checkpoint below which most of the collection's variables are
     found; on a tie, the shortest prefix. A collection with several shortest prefixes is left out, with a warning.

@@ -1,6 +1,6 @@
-"""Checkpoints of runs with adapters (`task.lora`): they hold the trained variables, and checksums of the frozen base.
+"""Checkpoints of runs with adapters (`task.lora`). They hold the trained variables, and checksums of the frozen base.
 
-The base is everything in `mdl_vars` except the adapters. It never changes, so each start of a run loads it from its source again.
+The base is everything in `mdl_vars` except the adapters. It never changes, so it isn't saved: each launch loads it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_adapters(variables: TrainState) -> bool:
 
 
 def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], bool] | None:
-    """Returns `is_adapter` if a checkpoint lacks adapters, `is_base` if it lacks a frozen base, None if it has both.
+    """Returns a predicate for the variables that a checkpoint lacks: `is_adapter`, `is_base` (frozen base), or None.
 
     Args:
       paths: the paths of the variables to load. If none of them is an adapter, the result is None.
@@ -49,12 +49,12 @@ def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], 
 
 
 def lack_text(path: str) -> str:
-    """Returns what a checkpoint that lacks `path` holds: 'no adapters' if `path` is an adapter, else 'adapters alone'."""
+    """Describes a checkpoint that lacks the variable `path`: 'no adapters' if that is an adapter, else 'adapters alone'."""
     return "no adapters" if is_adapter(path) else "adapters alone"
 
 
 def trained_part(tree: TrainState, variables: TrainState) -> TrainState:
-    """Returns the part of a state that a checkpoint holds: all of it, but without the frozen base if the state has adapters.
+    """Removes the frozen base from a state with adapters, because checkpoints lack it. Returns other states unchanged.
 
     Args:
       tree: arrays, VariableSpecs or anything else in the structure of the state.
@@ -84,7 +84,7 @@ def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainS
 
 
 def lacks_base_text(metadata: Mapping[str, Any]) -> str:
-    """Returns a phrase for messages about a checkpoint that this trainer saved without the adapters' base; '' for others.
+    """Returns a phrase for messages if this trainer saved a checkpoint without its adapters' base; otherwise ''.
 
     Args:
       metadata: the metadata in the checkpoint's record.
@@ -131,9 +131,9 @@ class BaseRecord:
     """The record of the frozen base of a run's adapters, in the metadata of the run's checkpoints.
 
     Attributes:
-      paths: the checkpoints that the base was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder
-        of `--restore_checkpoint_dir`. Variables that none of these has are initialized from `task.train.random_seed`.
-      sources: the names of the steps or folders that were read, e.g. 'step 100 in runs/pretrained/checkpoints'.
+      paths: the directories that the base was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder
+        of `--restore_checkpoint_dir`. Variables that are in none of them are initialized from `task.train.random_seed`.
+      sources: the names of the checkpoints that were read there, e.g. 'step 100 in runs/pretrained/checkpoints'.
       checksums: {path of a variable: its checksum}, see `checksums`.
       dtypes: {path of a variable: the name of its dtype}.
       restored_from: the Hugging Face folder of `--restore_checkpoint_dir` if the base was loaded from it, instead of by

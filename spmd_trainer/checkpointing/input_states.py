@@ -32,7 +32,7 @@ def file_name(process: int, count: int) -> str:
 
 
 def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Returns this process' input position as JSON values, and whether all processes share it. Called by every process.
+    """Returns this process' input position as JSON values, and whether all processes share it. All processes must call it.
 
     Args:
       input_state: this process' position.
@@ -52,7 +52,7 @@ def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:
     """Returns the position from which this process resumes the training input.
 
     Raises:
-      CheckpointMismatchError: each process saved its own position, and this job has another number of processes.
+      CheckpointMismatchError: each process saved its own position, and this job has a different number of processes.
       DamagedCheckpointError: this process' file is missing or malformed.
       CheckpointNotFoundError, CheckpointReadError: see `step_files.read_file`.
     """

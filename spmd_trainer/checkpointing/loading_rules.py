@@ -1,4 +1,4 @@
-"""Warm starts (`init_from_checkpoint_rules`): initialises variables of a model from the checkpoints of other runs."""
+"""Warm starts (`init_from_checkpoint_rules`), which initialize variables of a model from the checkpoints of other runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ResolvedRules:
     parts: tuple[tuple[CheckpointSource, dict[str, str]], ...]
 
     def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
-        """Reads the variables onto a mesh, in the model's dtypes; returns {path: array}. Called by every process."""
+        """Reads the variables onto a mesh, in the model's dtypes; returns {path: array}. All processes must call it."""
         from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which records don't need
 
         specs: dict[str, VariableSpec] = records.by_path(variables)
@@ -118,14 +118,14 @@ class ResolvedRules:
 def resolve_rules(
     variables: TrainState, rules: RulesByDirectory, *, check_contents: bool, open_foreign: OpenForeign | None = None
 ) -> ResolvedRules:
-    """Determines the variables that a warm start loads, from the records of the checkpoints. Called by every process.
+    """Determines the variables that a warm start loads, from the records of the checkpoints. All processes must call it.
 
-    Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it; the
-    step and the optimizer states come from the first whose rules ask for them.
+    Checkpoints are used in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it. The
+    step counter and the optimizer states are loaded from the first checkpoint whose rules request them.
 
     Args:
       variables: a TrainState (or another tree) of VariableSpecs.
-      rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step in it.
+      rules: {directory: rules or their Fiddle config}. A directory is a run's `job_log_dir`, its `checkpoints`, or a step in it.
       check_contents: True compares the checksums of files, which is needed before loading. False compares only their sizes.
       open_foreign: opens checkpoints of other trainers; None accepts only this trainer's.
 
@@ -133,8 +133,8 @@ def resolve_rules(
       UserError: `rules` does not map directories to CheckpointLoadingRules.
       CheckpointNotFoundError: a directory has no undamaged checkpoint.
       DamagedCheckpointError: the step that the rules name is damaged.
-      CheckpointMismatchError: a rule matches no variable of the model, or names a variable that the checkpoint lacks or has
-        with another logical shape; the rules load nothing; or the optimizer states differ.
+      CheckpointMismatchError: a rule matches no variable of the model, or names a variable that the checkpoint lacks or
+        that has a different logical shape there; the rules load nothing; or the optimizer states differ.
     """
     specs = records.by_path(variables)
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
@@ -201,7 +201,7 @@ def _check_kind(specs: Mapping[str, VariableSpec], source: CheckpointSource) -> 
 
 
 def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns the rules of a run with adapters that load its frozen base, changed to load no step and no optimizer state.
+    """Selects the rules that load the frozen base of a run with adapters, and makes them load no step or optimizer state.
 
     Args:
       variables: a TrainState of VariableSpecs.
@@ -252,8 +252,8 @@ def _resolve_variables(
 ) -> dict[str, str]:
     """Returns {model path: saved path} of variables. Records in `rows` which variables are not loaded, and why.
 
-    In a run with adapters, `LOAD_ALL` matches the frozen base and the adapters. If the checkpoint lacks one of these two
-    kinds, the model's variables of this kind keep their initial values. A rule that matches only the missing kind is refused.
+    In a run with adapters, `LOAD_ALL` matches the frozen base and the adapters. If the checkpoint lacks all of the base or all
+    adapters, these variables of the model keep their initial values; it is an error if a rule matches no other variables.
     """
     saved_paths, faults, skipped = {}, [], set()
     lacking = frozen_base.lacking_kind(open_paths, source.saved)
@@ -296,10 +296,10 @@ def _resolve_opt_states(
     source: CheckpointSource,
     rows: dict[str, LoadRow],
 ) -> dict[str, str]:
-    """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none.
+    """Returns {model path: saved path} of the optimizer states to load: all of them, those that rules match, or none.
 
-    An optimizer state consists of parts: arrays, or in 8 bits pairs of arrays. A part that was saved in another of the dtypes
-    `opt_state_dtypes.DTYPES` is converted. Its saved path may be that of either array of a pair.
+    An optimizer state consists of parts: a part is an array or, in 8 bits, a pair of arrays. A part that was saved in a
+    different dtype (one of `opt_state_dtypes.DTYPES`) is converted. Its saved path may be that of either array of a pair.
     """
     from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which records don't need
 
@@ -342,7 +342,7 @@ def _resolve_opt_states(
 
 
 def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, VariableSpec]]:
-    """Returns {part: {path: VariableSpec}} of the optimizer states. A part is one array, or in 8 bits a pair of arrays."""
+    """Returns {part: {path: VariableSpec}} of the optimizer states. A part is an array or, in 8 bits, a pair of arrays."""
     from spmd_trainer.checkpointing import opt_state_conversion
 
     parts: dict[str, dict[str, VariableSpec]] = {}
@@ -353,7 +353,7 @@ def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, Variabl
 
 
 def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRules) -> str:
-    """Returns the checkpoint's path for a filled template: below `mdl_vars`, or for 'ema/...' that of an optimizer state."""
+    """Returns the path in the checkpoint for a filled template: below `mdl_vars`, or, for 'ema/...', in an optimizer state."""
     if name.startswith(_EMA) and rule.load_ema_states:
         averages = [path for path in source.saved if path.startswith(_OPT) and path.endswith(f"/{name}")]
         if len(averages) == 1:
@@ -362,7 +362,7 @@ def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRule
 
 
 def _fault(spec: VariableSpec, saved_path: str, name: str, source: CheckpointSource) -> str | None:
-    """Returns why a variable cannot be loaded from a saved path, or None."""
+    """Returns the reason why a variable cannot be loaded from a saved path; None if it can."""
     saved = source.saved.get(saved_path)
     if saved is None:
         return f"the checkpoint has no {name!r}; {_nearest_saved(name, saved_path, source)}"
@@ -375,7 +375,7 @@ def _fault(spec: VariableSpec, saved_path: str, name: str, source: CheckpointSou
 
 
 def _nearest_saved(name: str, saved_path: str, source: CheckpointSource) -> str:
-    """Returns a hint: the saved variable's name that is most like the missing `name`, in the form that templates use."""
+    """Returns a hint: the name in the checkpoint that is most like the missing `name`, written as templates write it."""
     if name.startswith(_EMA):
         return rule_matching.nearest(
             name, (f"{_EMA}{p.split(f'/{_EMA}', 1)[1]}" for p in source.saved if f"/{_EMA}" in p)

@@ -1,11 +1,11 @@
-"""The manifest of a step: its files with sizes and checksums. It tells a whole checkpoint from a damaged one.
+"""The manifest of a step (checkpoint) lists its files with sizes and checksums, and so shows whether it is damaged.
 
 Process 0 writes the manifest into the step's directory in the background, after every process has written its arrays and
-before Orbax commits the step (by renaming the directory, or by a commit file on object stores). A good step therefore always
+before Orbax commits the step (by renaming the directory, or by a commit file on object stores). So an undamaged step always
 has its manifest: a visible step without one was not committed by this trainer, or was damaged later. The files are flushed to
 disk before the commit, so that a committed step survives a power failure.
 
-What is checked when:
+The checks:
 
 | check | done by | reads | finds |
 |---|---|---|---|
@@ -19,12 +19,12 @@ process 0 reads back over a network. Among sampled files, zeroed and swapped one
 found only if the array cannot be decoded. At a restore, each process checks a share of the step's files.
 
 On an object store, names and sizes come from one listing of the step. Beside the manifest there is an object `sizes-DIGEST`,
-whose name has a digest of all names and sizes, so that the listing alone shows whether a step is whole. If the digest does
-not fit, the manifest is read.
+whose name has a digest of all names and sizes, so that the listing alone shows whether a step is undamaged. If the digest does
+not match, the manifest is read.
 
-Only missing files and wrong contents count as damage. A read that fails is retried, and finally raises CheckpointReadError.
+Only missing files and wrong contents are treated as damage. A read that fails is retried, and finally raises CheckpointReadError.
 
-Format 1 had another checksum, which missed two opposite bit flips: the CRC-32 of the sums of the 64-bit words of each 4 KiB
+Format 1 had a different checksum, which missed two opposite bit flips: the CRC-32 of the sums of the 64-bit words of each 4 KiB
 page. Its manifests can still be read.
 """
 
@@ -129,7 +129,7 @@ def write(step_dir: epath.Path, step: int) -> None:
 
 
 def has_digest_of(sizes: Mapping[str, int]) -> bool:
-    """Returns True if a listing alone shows that a checkpoint on an object store is whole; False if its manifest must be read.
+    """Returns True if a listing alone shows that a checkpoint on an object store is undamaged, without reading its manifest.
 
     Args:
       sizes: {path below the step's directory: size in bytes} of all objects of the checkpoint.
@@ -139,7 +139,7 @@ def has_digest_of(sizes: Mapping[str, int]) -> bool:
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if the save of a checkpoint on an object store has written all objects: it is, or can be, committed."""
+    """Returns True if all objects of a checkpoint on an object store are written, even if it is not committed yet."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 
@@ -279,7 +279,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def _digest(sizes: Mapping[str, int]) -> str:
-    """Returns the name `sizes-DIGEST`, which has a digest of these names and sizes."""
+    """Returns the name `sizes-DIGEST`, which contains a digest of these names and sizes."""
     text = json.dumps(sorted(sizes.items()))
     return f"{_SIZES_PREFIX}{short_hash(text, 32)}"
 
@@ -287,7 +287,7 @@ def _digest(sizes: Mapping[str, int]) -> str:
 def _checksum(
     path: epath.Path, size: int, whole_up_to: int, samples: int, sample_bytes: int, extend: Callable[[int, bytes], int]
 ) -> int:
-    """Returns the checksum of a file, or of evenly spread blocks of a file larger than `whole_up_to`."""
+    """Returns the checksum of a file, or of sampled blocks if larger than `whole_up_to`. `extend(crc, bytes)` adds bytes."""
     blocks = [(0, size)]
     if size > whole_up_to:
         last = size - sample_bytes
@@ -312,7 +312,7 @@ def _local_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[b
 
 
 def _remote_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of blocks (start, length) of an object, in pieces of one request each. Never requests its size."""
+    """Yields the bytes of blocks (start, length) of an object, one chunk per request. Never requests the object's size."""
     for start, length in blocks:
         end = start + length
         while start < end:

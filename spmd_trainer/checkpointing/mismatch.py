@@ -56,13 +56,13 @@ def explain(
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns at most `MAX_LISTED` of the lines, and a line with the number of the others."""
+    """Returns the first `MAX_LISTED` lines and, if there are more, a line that says how many more."""
     more = len(lines) - MAX_LISTED
     return [*lines[:MAX_LISTED], f"  ... and {more} more"] if more > 0 else list(lines)
 
 
 def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: str) -> str | None:
-    """Returns an error message if the checkpoint or the run, but not both, has adapters on a frozen base; otherwise None.
+    """Returns an error message if only one of the checkpoint and the run has adapters on a frozen base; otherwise None.
 
     Args:
       saved: the paths of the checkpoint's variables.
@@ -93,7 +93,7 @@ def adapters_alone(checkpoint: str) -> str:
 
 
 def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
-    """Returns the error message for a run with adapters that should continue from adapters of another trainer."""
+    """Returns the error message if a run with adapters is to continue from adapters that a different trainer saved."""
     adapters = list(filter(is_adapter, saved))
     return (
         f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "
@@ -139,7 +139,7 @@ def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
 def _other_size(
     reshaped: list[str], saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable]
 ) -> str | None:
-    """Returns the likely cause of changed shapes: another rank, one size that changed in all variables, or several sizes."""
+    """Returns the likely cause of changed shapes: a different rank, one size that changed in all variables, or several sizes."""
     if not reshaped:
         return None
     ranks_differ = [p for p in reshaped if len(saved[p].shape) != len(wanted[p].shape)]

@@ -1,4 +1,4 @@
-"""Reads optimizer states that were saved in another dtype than the run keeps them in: float32, bfloat16 or 8 bits."""
+"""Converts optimizer states whose dtype in a checkpoint (float32, bfloat16 or 8 bits) differs from that in the run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STATES = "opt_states/"
 class Conversion:
     """The variables to read from a checkpoint, and how to convert them to the variables of the run.
 
-    An optimizer state consists of parts. A part is one array, or in 8 bits a pair of arrays (`Bytes`), whose paths end in
+    An optimizer state consists of parts. A part is an array or, in 8 bits, a pair of arrays (`Bytes`), whose paths end in
     '/codes_8bit' and '/scale_8bit'.
 
     Attributes:
       wanted: the run's variables by path.
-      read: the variables to read, by path. Those that are converted have the checkpoint's dtypes.
+      read: the variables to read, by path. Those to be converted have the checkpoint's dtypes here.
       source: {path in `read`: path in the checkpoint}.
-      parts: {path of a part, without '/codes_8bit': (saved dtype, wanted dtype)} of the parts to convert.
+      parts: {path of a part to convert, without '/codes_8bit': (saved dtype, wanted dtype)}.
     """
 
     wanted: Mapping[str, VariableSpec]
@@ -43,10 +43,10 @@ class Conversion:
     parts: Mapping[str, tuple[str, str]]
 
     def made(self, arrays: dict[str, jax.Array], mesh: Mesh, step: int) -> dict[str, jax.Array]:
-        """Converts the arrays that were read; returns the wanted arrays, padded. Logs how many parts are converted.
+        """Converts the arrays that were read. Returns the run's arrays (`wanted`), padded. Logs how many parts are converted.
 
         Args:
-          arrays: the arrays of `read`, padded. Those of converted parts are deleted.
+          arrays: the arrays of `read`, padded. Arrays that are converted are deleted.
           mesh: the mesh of the arrays.
           step: the step of the checkpoint, which selects the random bits for rounding.
         """
@@ -84,12 +84,12 @@ class Conversion:
 def conversion(
     saved: Mapping[str, SavedVariable], wanted: Mapping[str, VariableSpec], source: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Finds the parts of an optimizer state that a checkpoint holds in another dtype, and plans their conversion.
+    """Finds the parts of an optimizer state that were saved in a different dtype, and plans their conversion.
 
     Args:
       saved: the checkpoint's variables by path.
       wanted: the run's variables by path.
-      source: {wanted path: saved path}; None if they are equal. In 8 bits, the path of either array of a pair means the pair.
+      source: {wanted path: saved path}; None if these are equal. Of a pair of saved arrays (8 bits), either path may be given.
     """
     source = {path: path for path in wanted} if source is None else source
     read: dict[str, VariableSpec] = {}
@@ -120,7 +120,7 @@ def part_of(path: str) -> str:
 
 
 def _dtype(variables: Mapping[str, SavedVariable] | Mapping[str, VariableSpec], part: str) -> str | None:
-    """Returns the dtype of a part, one of `DTYPES`; None if it has another dtype, or is not in `variables`."""
+    """Returns the dtype of a part if it is one of `DTYPES`; None if it isn't, or if `variables` lacks the part."""
     if part + CODES in variables and part + SCALE in variables:
         return EIGHT_BITS
     found = str(variables[part].dtype) if part in variables else None

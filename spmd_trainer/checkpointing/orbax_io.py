@@ -43,7 +43,6 @@ class _QuietOrbax(logging.Filter):
     """Drops Orbax's log lines below WARNING (dozens per checkpoint), unless absl's verbosity is DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns True if the line should be logged."""
         from_orbax = "/orbax/checkpoint/" in record.pathname.replace("\\", "/")
         return not from_orbax or record.levelno >= logging.WARNING or absl_logging.get_verbosity() >= absl_logging.DEBUG
 
@@ -58,7 +57,7 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
     ahead. If SIGTERM arrived then, the processes would agree to stop at a step that is already past, and the signal would be
     lost. So only the training loop talks to the preemption service, and it saves with `force`.
 
-    The manager deletes old checkpoints with `StepDeleter`, and ends a save on all processes if it fails on one.
+    The manager deletes old checkpoints with `StepDeleter`. If a save fails on one process, it fails on all.
 
     Attributes:
       after_commit: called in the background, by every process, when a checkpoint is on disk and older ones are deleted. It is
@@ -87,7 +86,7 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
         self._barrier.reporting_failure(super()._wait_for_checkpointers, self._end_waiting_threads)
 
     def _end_waiting_threads(self) -> None:
-        """Ends the threads, on this and other processes, that would wait 300 s for the directories of a failed save."""
+        """Releases the threads, here and on other processes, that would wait 300 s for a failed save to create directories."""
         # Orbax cancels a save only before it has failed.
         for writing in self._checkpointer._async_manager._commit_futures or ():
             writing.cancel()
@@ -154,7 +153,7 @@ def make_manager(
     Args:
       directory: the directory of the checkpoints.
       max_to_keep: how many of the newest checkpoints to keep; None keeps all.
-      keep_interval: besides these, keep one checkpoint per interval of this length.
+      keep_interval: of the older checkpoints, one per interval of this length is also kept; None keeps none of them.
       before_commit: called on process 0 in the background, after all files of a checkpoint are written and before it becomes
         visible. If it raises, the checkpoint never becomes visible.
       after_commit: see `Manager`.
@@ -237,7 +236,7 @@ def save(
 
 
 def discard(directory: epath.Path, step: int) -> None:
-    """Deletes the temporary directory of a failed save. On object stores, the next start of the run deletes the remains."""
+    """Deletes the temporary directory of a failed save. On object stores, the run's next launch deletes the remains."""
     temporary = directory / f"{step}{TEMPORARY_SUFFIX}"
     with contextlib.suppress(OSError):
         temporary.rmtree()
@@ -274,9 +273,9 @@ def read_arrays(
     The caller must have checked that logical shapes are equal: Orbax silently pads and truncates to any shape.
 
     Args:
-      tree_dir: the directory of the tree of arrays: `STATE_ITEM` of a step, or a tree of another Orbax program.
+      tree_dir: the directory of the tree of arrays: `STATE_ITEM` of a step, or a tree that a different Orbax program wrote.
       saved: the checkpoint's variables by path.
-      wanted: the model's variables by path. A saved array of another dtype is converted.
+      wanted: the model's variables by path. A saved array of a different dtype is converted.
       mesh: the mesh of the arrays.
       source: {wanted path: saved path} of all wanted variables.
 

@@ -1,4 +1,4 @@
-"""Steps that this trainer saved, as sources. Opening a step checks its small files; reading it checks the array files."""
+"""Opens and reads steps that this trainer saved. Opening checks the files without arrays; reading checks the array files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spmd_trainer.train_states import TrainState
 
 STATE_ITEM = "state"
-# TensorStore raises ValueError for all errors; the text tells a damaged file from storage that does not answer.
+# TensorStore raises ValueError for all errors; the text distinguishes damaged files from failing storage.
 _DECODING_ERRORS = re.compile("DATA_LOSS|Error decoding")
 _STORAGE_ERRORS = re.compile(
     "NOT_FOUND|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED|"
@@ -120,7 +120,7 @@ class OwnStep(CheckpointSource):
         return found
 
     def checked(self) -> OwnStep:
-        """Compares the checksums of the array files, and returns this checkpoint as checked. Called by every process.
+        """Compares the checksums of the array files. Returns this checkpoint with `unchecked=None`. All processes must call it.
 
         Raises:
           DamagedFilesError, CheckpointNotFoundError: as `read`.
@@ -132,7 +132,7 @@ class OwnStep(CheckpointSource):
         return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
 
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
-        """Repeats a read of the arrays that failed with `error`, although the checksums of the files are right.
+        """Reads the arrays again if the first attempt raised a storage error (`error`). The files' checksums are right.
 
         Returns:
           The arrays by path; or the problem as a text, if an array can't be decoded.
@@ -175,7 +175,7 @@ def _storage_errors() -> Iterator[None]:
 
 
 def _full_text(error: BaseException) -> str:
-    """Returns the texts of an error and its causes, the first cause first. (Orbax wraps TensorStore's errors in its own.)"""
+    """Returns the texts of an error and its causes, root cause first. (Orbax wraps TensorStore's errors in its own.)"""
     texts: list[str] = []
     current: BaseException | None = error
     while current is not None and str(current) not in texts:
@@ -187,11 +187,11 @@ def _full_text(error: BaseException) -> str:
 def open_step(directory: epath.Path, step: int) -> OwnStep:
     """Opens a checkpoint after checking the names and sizes of all files, and the contents of the files without arrays.
 
-    Called by every process; all of them find the same damage. `OwnStep.read` checks the contents of the array files.
+    All processes must call it; all of them find the same damage. `OwnStep.read` checks the contents of the array files.
 
     Raises:
       DamagedFilesError: files are missing, or differ from those that were written.
-      DamagedCheckpointError: the record is damaged although its checksum is right, or has a format of a later trainer.
+      DamagedCheckpointError: the record is damaged although its checksum is right, or a later trainer version wrote it.
       CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     step_dir = steps.step_dir(directory, step)
@@ -226,7 +226,7 @@ def _require(check: Callable[[], str | None]) -> None:
 
 
 def _share_problem(step_dir: epath.Path, files: manifest.Manifest) -> str | None:
-    """Returns the problem with the contents of this process' share of the files, or None. Together, the processes check all."""
+    """Returns the problem with the contents of this process' share of the files, or None. Each file is in one share."""
     return manifest.contents_problem(step_dir, files, jax.process_index(), jax.process_count())
 
 
@@ -241,16 +241,16 @@ def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
 def find_step(
     directory: epath.Path, step: int | None, check_contents: bool, asked: str = "init_from_checkpoint_rules"
 ) -> OwnStep:
-    """Opens the given checkpoint step of a directory, or the newest undamaged one. Called by every process.
+    """Opens the given checkpoint step of a directory, or the newest undamaged one. All processes must call it.
 
     Args:
       directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
       step: the step. None takes the newest undamaged step, or the step that `directory` itself is.
       check_contents: True compares the checksums of the step's files; False compares sizes only.
-      asked: the setting that asks for the step, for messages.
+      asked: the name of the setting that requests the step, for messages.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no undamaged one; or `directory` itself is another step.
+      CheckpointNotFoundError: there is no such step, or no undamaged one; or `directory` itself is a different step.
       DamagedCheckpointError: the given step is damaged.
     """
     name, own_step = decided_by_process_0(lambda: _locate(directory))

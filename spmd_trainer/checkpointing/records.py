@@ -72,7 +72,7 @@ class Record(TypedDict):
 
     Attributes:
       format: `FORMAT` of the trainer that wrote the record.
-      step: the number of updates that the state has had.
+      step: the number of training updates that led to the state.
       saved_at: the time in UTC, e.g. '2026-01-31T12:00:00+00:00'.
       mesh: the mesh that the state was on.
       versions: {package: version}.
@@ -102,7 +102,7 @@ class SavedVariable:
       dtype: the dtype's name, e.g. 'bfloat16', or 'key<fry>' for a PRNG key.
       stored_shape: the shape of the stored array, which has padding in old checkpoints.
       spec: the variable's PartitionSpec when it was saved, as text.
-      keys: the keys that lead to the variable in the stored tree; a number is a position in a list.
+      keys: the keys that lead to the variable in the stored tree; an integer is an index into a list.
     """
 
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ class SavedVariable:
 
     @classmethod
     def from_spec(cls, spec: VariableSpec) -> SavedVariable:
-        """Returns the stored form of a variable with this spec."""
+        """Returns the SavedVariable that a checkpoint of a variable with this spec has."""
         shape = tuple(spec.logical_shape)
         return cls(shape, dtype_name(spec.dtype), shape, str(spec.spec), stored_keys(spec.path))
 
@@ -191,7 +191,7 @@ def make(
     """Returns the JSON record of a state, for its checkpoint.
 
     Args:
-      step: the number of updates that the state has had.
+      step: the number of training updates that led to the state.
       state: the state; only its mesh is used.
       variables: {path: VariableSpec}.
       input_state: the position in the training input, as `to_json` returns it.
@@ -247,7 +247,7 @@ def read(step_dir: epath.Path, step: int) -> Record:
     """Reads the JSON record of a checkpoint.
 
     Raises:
-      DamagedCheckpointError: the record is missing, malformed, in another format, or of another step.
+      DamagedCheckpointError: the record is missing, malformed, in an unknown format, or of a different step.
       CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     name = f"{RECORD_ITEM}/{RECORD_FILE}"

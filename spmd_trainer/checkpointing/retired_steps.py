@@ -1,4 +1,4 @@
-"""Renames damaged checkpoint steps, deletes old ones, and parses how long steps are kept.
+"""Renames damaged checkpoint steps, deletes old ones, and parses the setting `save_keep_interval_duration`.
 
 Damaged steps are renamed only if the directory has an undamaged step.
 """
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 def move_all_aside(directory: epath.Path) -> None:
     """Renames the damaged checkpoints of a directory, judged by the names and sizes of files that process 0 sees.
 
-    Called by every process.
+    All processes must call it.
 
     Raises:
       NoWholeCheckpointError: there are checkpoints, and all of them are damaged. Nothing is renamed.
@@ -45,7 +45,7 @@ def move_all_aside(directory: epath.Path) -> None:
 
 
 def move_aside(directory: epath.Path, step: int) -> None:
-    """Renames a damaged checkpoint to `refused-STEP`, so that its step can be saved again. Called by every process.
+    """Renames a damaged checkpoint to `refused-STEP`, so that its step can be saved again. All processes must call it.
 
     Raises:
       OSError: on process 0, if it cannot rename the checkpoint. The other processes then raise a CheckpointError.
@@ -82,7 +82,7 @@ class StepDeleter:
     """Deletes the old checkpoints that Orbax's retention policy selects. Implements Orbax's protocol for deleters.
 
     If a checkpoint cannot be deleted, a warning is logged, and the deletion is tried again at the next save. Orbax's own
-    deleter would end the run, and leave half-deleted checkpoints that look damaged.
+    deleter would fail the run, and leave half-deleted checkpoints that look damaged.
     """
 
     def __init__(self, directory: epath.Path) -> None:
@@ -120,14 +120,14 @@ class StepDeleter:
 
 
 def parse_duration(duration: Duration) -> datetime.timedelta | None:
-    """Parses the setting `save_keep_interval_duration`. Returns None if it is None or ''.
+    """Parses the setting `save_keep_interval_duration`. Returns None if the setting is None or ''.
 
     Args:
       duration: '12h', '90m', '30s', '2d' or several of these ('1h30m'); a number of seconds (45 or '45'); a timedelta; None
         or '' for no duration.
 
     Raises:
-      UserError: `duration` has another form, or is not longer than 0 seconds; the message names the setting and its value.
+      UserError: `duration` has none of these forms, or is not longer than 0 seconds; the message names the setting and its value.
     """
     if duration is None or (isinstance(duration, str) and not duration.strip()):
         return None

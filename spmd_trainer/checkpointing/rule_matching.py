@@ -26,35 +26,35 @@ LOAD_ALL = ("(.*)", "{}")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointLoadingRules:
-    """Which variables to load from one checkpoint. Field names and defaults are Pax's.
+    """Rules that select the variables to load from one checkpoint. Field names and defaults are the same as in Pax.
 
     A rule names a model variable by its path below `mdl_vars`, with slashes: 'params/lm/softmax/w'. The first rule whose
-    regex matches the name applies; its template, filled with the regex's groups, names the variable of the checkpoint to
+    regex matches the name applies; its template, filled with the regex's groups, names the checkpoint's variable to
     load. Regexes are matched as in Pax, with `re.match`: from the beginning of the name, not necessarily to its end. (Other
     rules of the trainer use `re.search`.) Also as in Pax, a template may be written with dots instead of slashes.
 
-    Rules that load nothing are refused, and so is a rule that matches no variable of the model. The warm start's report warns
-    of a rule whose variables are all matched by earlier rules.
+    An error is raised if the rules load nothing, or if a rule matches no variable of the model. The warm start's report warns of
+    a rule whose variables are all matched by earlier rules.
 
     For example, to load an LM's weights, but not its biases, into a decoder:
 
         CheckpointLoadingRules(load_rules=[('params/decoder/lm/(.*)', 'params/lm/{}')], ignore_rules=['.*/b$'])
 
     Attributes:
-      task_p: ignored, because a checkpoint describes itself. Pax's experiments set it.
+      task_p: ignored, because a checkpoint's record describes its variables. Only Pax needs this field.
       load_rules: pairs of regex and template. The pair `LOAD_ALL` loads every variable under its own name. A template that
         starts with 'ema/' loads the variable's moving average from the optimizer states.
-      safe_load: a field of Pax, without effect: a rule that matches no variable is always refused.
+      safe_load: ignored (a field of Pax). A rule that matches no variable always raises an error.
       ignore_rules: regexes of model variables to leave at their initial values, matched like those of `load_rules`. Each must
         match at least one variable.
       step: the step to load; None for the newest undamaged step.
       load_step: True also loads the step counter.
       load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes. States in
-        another `opt_state_dtype` are converted.
-      load_ema_states: True if 'ema/' in templates means moving averages.
-      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`, and converts
-        their dtypes in the same way. A state in 8 bits has one name for both of its arrays. States that the checkpoint lacks,
-        or has with another shape, stay at their initial values.
+        a different `opt_state_dtype` are converted.
+      load_ema_states: True if templates that start with 'ema/' select moving averages.
+      partial_load_opt_states: True also loads the optimizer states whose names below `opt_states` match `load_rules`, and
+        converts their dtypes in the same way. A state in 8 bits has one name for both of its arrays. States that the checkpoint
+        lacks, or has with a different shape, keep their initial values.
       input_specs_provider_p: ignored, like `task_p`.
     """
 
@@ -87,7 +87,7 @@ RulesByDirectory: TypeAlias = Mapping[epath.PathLike, "CheckpointLoadingRules | 
 
 
 def built(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns {directory: rules}. Rules that are given as Fiddle configs are built.
+    """Returns {directory: rules}. Builds those rules that are given as Fiddle configs.
 
     Raises:
       UserError: `rules` does not map directories to CheckpointLoadingRules, or a rule is invalid.
@@ -144,7 +144,7 @@ def first_match(load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[st
 
 
 def template_problem(pattern: str, template: str) -> str | None:
-    """Returns why a template can't be filled with the groups of its regex, or None.
+    """Returns the reason why a template can't be filled with the groups of its regex; None if it can.
 
     Raises:
       re.error: `pattern` is not a valid regex.
@@ -217,7 +217,7 @@ def describe(index: int, pattern: str, template: str) -> str:
 
 
 def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
-    """Returns 'the nearest are a, b, c': up to three names whose beginning or end is most like the regex (or template)."""
+    """Returns the text 'the nearest are a, b, c', with the three names whose beginning or end is most like `pattern`."""
     text = _WILDCARDS.sub("", pattern)
 
     def likeness(name: str) -> float:
@@ -228,7 +228,7 @@ def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
 
 
 def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Returns 'the nearest is a': the name that is most like `wanted`."""
+    """Returns the text 'the nearest is a', with the name that is most like `wanted`."""
     near = max(names, key=lambda name: _ratio(wanted, name), default=None)
     return f"the nearest is {near}" if near else "there are none"
 

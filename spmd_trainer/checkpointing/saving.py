@@ -1,4 +1,4 @@
-"""What a save needs besides writing: checks of storage and of the state, timing, and the error of a failed save."""
+"""Helpers for saving checkpoints: checks of storage and of the state, timing, and the error of a failed save."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Arra
 
 
 class SaveTimes:
-    """Times one save: how long its caller waits, and how long until the step is on disk.
+    """Measures how long the caller of a save waits, and how long until the checkpoint is on disk.
 
-    The caller continues while the step is still being written; either may finish first. A line with both times is logged when
-    both are known, and never for a save that fails.
+    The caller continues while the checkpoint is still being written; either may finish first. A line with both times is logged
+    when both are known, and never for a save that fails.
     """
 
     def __init__(self, what: str) -> None:
@@ -119,9 +119,9 @@ class SaveTimes:
         self._lock = threading.Lock()
 
     def mark(self, end: Literal["copied", "on disk"]) -> None:
-        """Records that the arrays are copied to the host, or that every process has written its data for the step.
+        """Records the time until the arrays are copied to the host, or until every process has written its data to disk.
 
-        The caller of the save reports 'copied'; the writing thread reports 'on disk'.
+        The caller of the save marks 'copied'; the writing thread marks 'on disk'.
         """
         with self._lock:
             self._seconds[end] = time.monotonic() - self._began
@@ -171,21 +171,21 @@ def checkpoint_bytes(variables: TrainState) -> int:
 
 
 def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | None) -> None:
-    """Checks that all processes share a directory and can write to it, and that it has room for the checkpoints.
+    """Checks that all processes share a directory and can write to it, and that it has free space for the checkpoints.
 
-    Creates the directory, and writes a file to it that all processes must see. Called by every process; process 0 measures
-    the free space. Existing checkpoints count as free, because later ones take their place. Free space is checked on file
-    systems only, because object stores report no limit. With a single process, an object store is not checked at all:
-    `storage.access.check_writable` wrote to it when the run began.
+    Creates the directory, and writes a file to it that all processes must see. All processes must call it. Process 0 checks
+    that one checkpoint fits into the free space. It warns if `keep` + 1 would not fit even without the existing checkpoints.
+    Free space is checked on file systems only, because object stores report no limit. With a single process, an object store
+    is not checked at all: `storage.access.check_writable` wrote to it when the run began.
 
     Args:
       directory: `job_log_dir/checkpoints`.
       checkpoint_bytes: the size of one checkpoint in bytes, as the function `checkpoint_bytes` returns it.
-      keep: how many checkpoints are kept; None keeps all, and then only the first two are counted.
+      keep: how many checkpoints are kept. None keeps all; the warning then assumes that 1 is kept.
 
     Raises:
-      CheckpointError: on every process, if the directory cannot be written, is not shared by all processes, or has no room
-        for one checkpoint. The message says what to do. If there is room for one but not for all, a warning is logged.
+      CheckpointError: on every process, if the directory cannot be written, is not shared by all processes, or has too little
+        free space for one checkpoint. The message says what to do.
     """
     directory = epath.Path(directory)
     if is_remote(directory) and jax.process_count() == 1:
@@ -234,7 +234,7 @@ def _find(probe: epath.Path) -> str | None:
 
 
 def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str | None:
-    """Returns the problem if one checkpoint does not fit into the free space, else None. Warns if `keep` do not fit."""
+    """Returns the problem if one checkpoint exceeds the free space, else None. Warns if `keep` checkpoints don't fit."""
     free = free_space(directory)
     if free is None:
         return None

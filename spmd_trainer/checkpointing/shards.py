@@ -1,4 +1,4 @@
-"""Places variables of other trainers' checkpoints on a mesh. Each process reads only its own shards, and reads ahead."""
+"""Places variables of other trainers' checkpoints on a mesh. Each process reads only its own shards, some in advance."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def place(
     ahead_bytes: int,
     trim_bytes: int,
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process holds on the host those that are read ahead, and at most one more.
+    """Reads variables onto a mesh. While a variable is placed, the next ones are already being read into host memory.
 
     Args:
       wanted: the model's variables by path.
       mesh: the mesh.
-      start: starts to read this process' shards of a variable: (path, spec, sharding) -> a function that waits for a shard.
+      start: (path, spec, sharding) -> a function that returns a shard. Starts to read this process' shards of a variable.
       ahead_bytes: the maximum number of bytes that are being read at a time; a larger variable is read alone.
       trim_bytes: freed memory is returned to the operating system each time that more than this many bytes have been placed.
 

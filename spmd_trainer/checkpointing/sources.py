@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Layout(Protocol):
-    """The variables of a state and their mesh, e.g. the `Layout` of a compiled step."""
+    """The variables of a state and their mesh; for example, the `Layout` of a compiled training step."""
 
     @property
     def variables(self) -> TrainState:
@@ -42,8 +42,8 @@ class Restored:
 
     Attributes:
       state: the state, in the structure of the requested variables, at padded shapes on the requested mesh.
-      step: the number of updates that the state has had.
-      input_state: this process' position in the training input, as given to `Checkpointer.save`; None if not requested.
+      step: the number of training updates that led to the state.
+      input_state: this process' input position, as given to `Checkpointer.save`; None if it was not requested or not saved.
       metadata: the whole JSON record, as `Checkpointer.read_metadata` returns it.
     """
 
@@ -55,11 +55,11 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSource(abc.ABC):
-    """A checkpoint that variables can be read from. Every process of the job opens it, and makes the same calls.
+    """A checkpoint from which variables can be read. Every process of the job must open it and make the same calls.
 
     Attributes:
       name: the name of the checkpoint in messages.
-      step: the number of updates that the checkpoint's state has had.
+      step: the number of training updates that led to the saved state.
       saved: the checkpoint's variables by path.
       metadata: the metadata from the program that wrote the checkpoint, e.g. the resolved config.
     """
@@ -83,7 +83,7 @@ class CheckpointSource(abc.ABC):
         """Reads variables onto a mesh. Each process reads the shards of its own devices.
 
         Args:
-          wanted: the model's variables by path. A saved array of another dtype is converted.
+          wanted: the model's variables by path. A saved array of a different dtype is converted.
           mesh: the mesh.
           source: {wanted path: saved path}.
 
@@ -124,10 +124,10 @@ OpenForeign: TypeAlias = "Callable[[epath.Path, int | None, TrainState], Checkpo
 
 
 def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, with_input: bool = True) -> Restored:
-    """Reads a checkpoint onto a mesh. Called by every process.
+    """Reads a checkpoint onto a mesh. All processes must call it.
 
     A state with adapters is restored without its frozen base, which its checkpoints lack: the result has None in place of the
-    base. Arrays of an optimizer state that were saved in another of `opt_state_dtypes.DTYPES` are converted; the log says so.
+    base. Optimizer states that were saved in a different dtype (of `opt_state_dtypes.DTYPES`) are converted; this is logged.
 
     Args:
       source: the checkpoint.
@@ -137,8 +137,8 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
       with_input: True also reads the position in the training input.
 
     Raises:
-      CheckpointMismatchError: the checkpoint lacks variables, has others, or has them with another shape or dtype; or the
-        input position was saved by a different number of processes.
+      CheckpointMismatchError: the checkpoint lacks variables, has additional ones, or has one with a different shape or dtype;
+        or the input position was saved by a different number of processes.
       CheckpointError: the source cannot be read; see its class.
     """
     # `opt_state_conversion` imports praxis, which reading a checkpoint's record doesn't need.

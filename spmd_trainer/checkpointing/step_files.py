@@ -1,4 +1,4 @@
-"""Reads files of checkpoint steps. Retries reads that fail, and tells a missing file from storage that does not answer."""
+"""Reads files of checkpoint steps. Retries failed reads; distinguishes missing files from storage that does not respond."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_SUCH_NAME = {errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
 class MissingFileError(Exception):
-    """A file is missing from its directory, which can be listed, or is not a regular file.
+    """A file is not a regular file, or is missing although its directory can be listed.
 
     Attributes:
       problem: the words after the file's name in messages, e.g. 'is missing'.
@@ -31,12 +31,12 @@ class MissingFileError(Exception):
 
 
 def read(what: str, fn: Callable[[], _Result]) -> _Result:
-    """Calls `fn` and returns its result, with retries. `what` names the work in messages, e.g. 'listing runs/a/checkpoints'.
+    """Calls `fn` with retries, and returns its result. `what` describes the call in messages, e.g. 'listing runs/a'.
 
     Raises:
       FileNotFoundError, NotADirectoryError: `fn` raised this error.
       DamagedCheckpointError: there is a named pipe, a socket or a device in place of a file.
-      CheckpointReadError: storage still fails after the retries, or refuses access.
+      CheckpointReadError: storage still fails after the retries, or denies access.
     """
     try:
         return retry(fn, what=what, attempts=OUTAGE_ATTEMPTS)
@@ -59,7 +59,7 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
     Raises:
       MissingFileError: the checkpoint lacks the file.
       CheckpointNotFoundError: there is no such step, or it has been deleted.
-      CheckpointReadError: storage fails, or refuses access.
+      CheckpointReadError: storage fails or denies access.
     """
     path = step_dir / name
 
@@ -98,7 +98,7 @@ def require_step(step_dir: epath.Path) -> None:
 
     Raises:
       CheckpointNotFoundError: the directory does not exist.
-      CheckpointReadError: storage fails, or refuses access.
+      CheckpointReadError: storage fails or denies access.
     """
     if not read(f"looking for {step_dir}", step_dir.exists):
         raise CheckpointNotFoundError(

@@ -1,6 +1,6 @@
-"""The steps of a checkpoint directory: which exist, which are whole, how to follow them, and how old ones are deleted.
+"""Finds the steps (checkpoints) in a directory, checks whether they are damaged, waits for new ones, and deletes old ones.
 
-Functions that list a directory or read a file of a step raise CheckpointReadError if storage does not answer, or refuses access.
+Functions that list a directory or read a file of a step raise CheckpointReadError if storage does not respond or denies access.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _steps_among(directory: epath.Path, names: Iterable[str]) -> list[int]:
 def problems(directory: epath.Path) -> dict[int, str | None]:
     """Returns {checkpoint step: the problem with the names or sizes of its files, or None}, newest first.
 
-    An object store is listed once for all steps, and asked again about steps that look damaged in this listing. The remains
-    of a killed save there are not a step. Other processes may see other files.
+    An object store is listed once for all steps; steps that look damaged in this listing are checked again one by one. It may
+    contain remains of a killed save, which are not treated as a step. Different processes may see different files.
     """
     listed: dict[int, dict[str, Entry]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
@@ -87,7 +87,7 @@ def _by_name(directory: epath.Path) -> dict[str, dict[str, Entry]]:
 
 
 def agreed_newest_first(directory: epath.Path) -> list[int]:
-    """Returns the checkpoint steps that process 0 sees, damaged or not, newest first. Called by every process."""
+    """Returns the checkpoint steps that process 0 sees, damaged or not, newest first. All processes must call it."""
     return decided_by_process_0(lambda: present(directory)[::-1])
 
 
@@ -116,7 +116,7 @@ def is_committed(directory: epath.Path, step: int) -> bool:
 
 
 def present_and_committed(directory: epath.Path) -> tuple[list[int], bool]:
-    """Returns the checkpoint steps that this process sees, ascending, and whether `is_committed` holds for one of them."""
+    """Returns the checkpoint steps that this process sees, ascending, and whether `is_committed` is True for any of them."""
     there = present(directory)
     return there, any(is_committed(directory, step) for step in reversed(there))
 
@@ -143,16 +143,16 @@ def iterate_checkpoints(
     stop_fn: Callable[[int | None], bool] | None = None,
     poll_seconds: float = 10.0,
 ) -> Iterator[int]:
-    """Yields the newest undamaged checkpoint step each time there is a newer one. Called by every process of the job.
+    """Yields the newest undamaged checkpoint step, and then newer ones as they appear. All processes must call it.
 
-    If several steps appear while the caller works, only the newest of them is yielded. The directory need not exist yet. The
+    If several appear while the caller works on one, only the newest of them is yielded. The directory need not exist yet. The
     training run may delete a step while the caller reads it, and a step's contents may be damaged: `Checkpointer.restore`
     then raises a CheckpointError, and the caller may continue with the next step.
 
     Args:
       directory: `job_log_dir/checkpoints` of the training run.
       stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll finds
-        no newer step, the iteration ends. If `stop_fn` is None, the iteration never ends.
+        no newer step, iteration stops. If `stop_fn` is None, iteration never stops.
       poll_seconds: time between polls.
     """
     directory = epath.Path(directory)
@@ -204,7 +204,7 @@ def warn_of_newer(directory: epath.Path, step: int) -> None:
 
 
 def delete(directory: epath.Path, step: int) -> None:
-    """Deletes a checkpoint. What remains if the process is killed does not count as one; `finish_deletions` deletes it.
+    """Deletes a checkpoint. If the process is killed meanwhile, the rest is not treated as one; `finish_deletions` deletes it.
 
     Raises:
       OSError: the checkpoint cannot be deleted. If the deletion had begun, the next `finish_deletions` tries again.

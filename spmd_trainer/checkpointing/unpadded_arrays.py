@@ -1,6 +1,6 @@
 """Orbax's handler for jax.Arrays, changed to write no padding: a checkpoint holds every variable at its logical shape.
 
-So any Orbax program reads the shapes that its model declares, and a run on another mesh reads no padding. All shards of a
+So any Orbax program reads the shapes that its model declares, and a run on a different mesh reads no padding. All shards of a
 jax.Array have the same size, so an array can't be cut on the devices. It is cut on the host, after the copy: the last shards
 of a padded dimension are written only partly, or not at all.
 
@@ -26,7 +26,7 @@ class _LogicalSlices(replica_slices.ReplicaSlices):  # type: ignore[misc, unused
     """Slices of an array on the host, cut to the logical shape. Unlike Orbax's own slices, they may differ in size."""
 
     def to_fragments(self) -> fragments.ConcreteFragments:
-        """Returns the slices as Orbax fragments, which are then written."""
+        """Returns the slices as Orbax fragments, the form in which Orbax writes them."""
         parts = [
             fragments.ConcreteFragment(index=numpy_utils.resolve_slice(s.index, self.global_shape), value=s.data())
             for s in self.replica_slices
@@ -125,7 +125,7 @@ def _cut(slices: replica_slices.ReplicaSlices, shape: tuple[int, ...]) -> replic
 
 
 def _readable(array: jax.Array, shape: tuple[int, ...]) -> Sharding:
-    """Returns the sharding to save with an array: its own, or a fully replicated one if its own needs padding."""
+    """Returns the sharding to record for a saved array: its own, or a fully replicated one if its own needs padding."""
     sharding = array.sharding
     if array.shape == shape or not isinstance(sharding, NamedSharding):
         return sharding

@@ -43,7 +43,7 @@ class Cluster:
     """The processes of a job, as this process knows them.
 
     Attributes:
-      coordinator_address: 'host:port' of process 0. None, like `num_processes` and `process_id`, if JAX is to detect them.
+      coordinator_address: 'host:port' of process 0. It, `num_processes` and `process_id` are None if JAX is to detect them.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
       bind_address: 'host:port' where process 0 listens; None: `coordinator_address`.
     """
@@ -103,12 +103,13 @@ class Processes:
         self._is_joining = False
 
     def join(self, mode: str) -> int:
-        """Waits until all processes are connected, and returns their number. Call it before any device is used.
+        """Waits until all processes are connected, and returns the number of processes. Call it before any device is used.
 
         If a process does not connect in time, this process exits at once with status 3 (`os._exit`).
 
         Args:
-          mode: the job's mode. JAX's preemption service handles SIGTERM (agrees on a step to save) only in 'train' and 'sweep'.
+          mode: the job's mode. 'train' and 'sweep' enable JAX's preemption service, which makes the processes agree on a step
+            to save after SIGTERM.
 
         Raises:
           UserError: no cluster was found, or the processes don't form one job.
@@ -217,7 +218,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Returns True if an error comes from a JAX runtime error that another process may have caused (unlike out of memory)."""
+    """Returns True if an error was caused by a JAX runtime error for which a different process may be the reason."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return not any(code in str(error) for code in _OWN_FAULTS)
@@ -226,7 +227,7 @@ def _is_broken_collective(error: BaseException | None) -> bool:
 
 
 def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
-    """Returns what this process needs to connect to the job, from the cluster's fields or from what JAX detects.
+    """Returns the data for connecting this process to the job, from the cluster's fields or from what JAX detects.
 
     Returns:
       (coordinator's address, number of processes, id of this process, local ids of its accelerators or None for all).

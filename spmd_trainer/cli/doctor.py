@@ -75,7 +75,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Returns one finding for all good dependencies together, and one for each that is missing or has a wrong version."""
+    """Returns one finding for all dependencies that are in order, and one for each that is missing or has a wrong version."""
     try:
         declared = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

@@ -98,10 +98,10 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
 
 
 def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
-    """Returns up to 3 fields or class attributes of the command's experiment that an unknown flag may stand for.
+    """Returns up to 3 fields or class attributes of the experiment that the user may have meant by an unknown flag.
 
     Their names equal the flag's name, end with it, or have its letters as initials ('lr' for learning_rate). Without --exp, the
-    experiment is that of the run in the command's directory. Returns [] if there is no experiment, or it can't be resolved.
+    experiment is that of the run in the given directory. Returns [] if there is no experiment, or it can't be resolved.
     """
     places = {name: value for name in ("job_log_dir", "restore_checkpoint_dir") if (value := _value(name, argv))}
     exp, overrides = _value("exp", argv) or _value("fdl_config", argv), []
@@ -128,7 +128,7 @@ def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
 
 
 def _value(flag: str, argv: Sequence[str]) -> str | None:
-    """Returns the value of a flag in an unparsed command (--exp=NAME or --exp NAME); None if the flag was not given."""
+    """Returns a flag's value in an unparsed command line (--exp=NAME or --exp NAME); None if the flag was not given."""
     for here, after in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, value = here.lstrip("-").partition("=")
         if here.startswith("-") and name == flag:

@@ -62,7 +62,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
 
 @contextlib.contextmanager
 def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[None]:
-    """Context manager that turns an error in the user's code into a UserError with the lines at fault; logs the traceback."""
+    """Context manager that turns an error in the user's code into a UserError with the user's lines, and logs the traceback."""
     try:
         yield
     except CallbackError as error:
@@ -81,7 +81,7 @@ def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[N
 
 
 def _with_users_lines(text: str, error: BaseException, config: RunConfig, run_log: log_lines.RunLog) -> str:
-    """Appends the lines of the user's code in an error's traceback to a message. Writes the whole traceback to the full log."""
+    """Returns `text` followed by the lines of the user's code in the error's traceback. Logs the whole traceback."""
     open_log(config, run_log)
     log_lines.log_traceback(error)
     library = user_code.library_line(error)
@@ -104,9 +104,9 @@ def enable_compile_cache(directory: str | None) -> str | None:
     Several processes may share the directory: all of them read it, and JAX lets only process 0 write to it. If JAX can't read an
     entry, it compiles the entry's program again.
 
-    JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
-    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or other users
-    can write or have written to it, logs a warning and leaves the cache off, because JAX executes the programs it reads there.
+    JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory, and
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the minimum compile time set here. If the directory can't be written, or other
+    users can write or have written to it, logs a warning and leaves the cache off: JAX executes the programs it reads there.
 
     Args:
       directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
@@ -168,9 +168,9 @@ def _warn_of_no_cache(path: str | os.PathLike[str], reason: str) -> None:
 
 
 def _not_ours_alone(path: pathlib.Path) -> str:
-    """Returns why a cache directory is unsafe: users other than this one and root can write, or have written, files in it.
+    """Says why a cache directory is unsafe: users other than this one and root can write, or have written, files in it.
 
-    Returns '' if the directory is safe or does not exist, and the error's text if it can't be read.
+    Returns '' if the directory is safe or does not exist. If it can't be read, returns the text of the error.
     """
     try:
         folder = path.stat()

@@ -45,7 +45,7 @@ _PRIORITIES: Sequence[str] = ("step", "loss", "eta", "rate", "seconds", "mfu", "
 def shown(*, wanted: bool = True) -> Iterator[None]:
     """Context manager that shows the live line if stderr is an interactive terminal.
 
-    Shows nothing in notebooks, files and pipes, or with TERM=dumb. `NO_COLOR` turns the colours off.
+    Shows nothing in notebooks, files and pipes, or with TERM=dumb. `NO_COLOR` turns the colors off.
 
     Args:
       wanted: False shows nothing, e.g. on all processes of a job but one.
@@ -59,7 +59,7 @@ def shown(*, wanted: bool = True) -> Iterator[None]:
 
 
 def _console(stream: TextIO) -> Console | None:
-    """Returns rich's console on a terminal, or None if nothing can be drawn on it."""
+    """Returns a `rich` console for a terminal stream, or None if nothing can be drawn on the terminal."""
     from rich.console import Console  # takes a tenth of a second: not for --help and --list
 
     console = Console(file=stream)
@@ -123,7 +123,6 @@ class LiveLine:
             self._draw(drawn if self._width() == self._drawn_width else "")
 
     def _work(self) -> None:
-        """Draws the line again and again, until `drawn` ends or the terminal is closed."""
         with contextlib.suppress(OSError):
             while not self._ended.is_set():
                 text = self._rendered() if self._in_foreground() else ""
@@ -141,7 +140,7 @@ class LiveLine:
         self._stream.flush()
 
     def _rendered(self) -> str:
-        """Returns the live line for the terminal's current width, including colour codes; '' if there is no status."""
+        """Returns the live line for the terminal's current width, including color codes; '' if there is no status."""
         self._drawn_width = self._console.width = width = self._width()
         row = line(self._status, width)
         if row is None:
@@ -157,7 +156,7 @@ class LiveLine:
             return _DEFAULT_WIDTH
 
     def _in_foreground(self) -> bool:
-        """Returns False while the run is a background job of the shell, which then uses the terminal's last row."""
+        """Returns False while the run is a background job of the shell, because the shell then uses the terminal's last row."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except OSError:  # not this process's own terminal
@@ -287,7 +286,7 @@ def _training_columns(training: TrainingStatus) -> dict[str, Text]:
 
 
 def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
-    """Returns the live line for the newest phase (its number of batches and its time), then other active phases that fit."""
+    """Returns the live line for the newest phase, with its number of batches and its time, and for older phases that fit."""
     newest = phases[-1]
     columns = {"what": _plain(newest.what)}
     if newest.batches is not None:
@@ -306,7 +305,7 @@ def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
 def _row(
     columns: dict[str, Text], priorities: Sequence[str], room: int, done: int | None, total: int | None
 ) -> Table | None:
-    """Returns a grid of the most important columns that fit in `room`, with a progress bar in front if there is room for one.
+    """Returns a grid of the most important columns that fit into the width `room`, after a progress bar if that fits too.
 
     If even the most important column does not fit, it is shortened.
     """

@@ -52,7 +52,7 @@ class _Visible(std_logging.Formatter):
 
 
 class _Format(_Visible):
-    """Log formatter for stderr: 'HH:MM:SS message'. Replaces the traceback of a user error or a full disk by its message."""
+    """Log formatter for stderr: 'HH:MM:SS message'. Omits the traceback of an error that the user can fix, or of a full disk."""
 
     def format(self, record: std_logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -70,8 +70,8 @@ class _Format(_Visible):
 class _Wanted:
     """Log filter for stderr. Drops INFO records and repeated warnings of libraries.
 
-    Errors of libraries, and their records with a traceback, pass unless the trainer reports the error itself. Records of the
-    trainer and the user pass, except records that are only for the log file, and records that the live line shows.
+    It keeps libraries' errors and records with a traceback, unless the trainer reports the error itself. It keeps records of
+    the trainer and the user, except those that are only for the log file, and those that the live line shows.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Wanted:
 
 
 class RunLog(MemoryHandler):
-    """The full log of a process: every record at INFO and above, of libraries too. Kept in memory until `open` is called.
+    """The full log of a process: every record at INFO and above, also from libraries. Kept in memory until `open` is called.
 
     Attributes:
       path: the log's file; None until `open` is called.
@@ -129,7 +129,7 @@ class RunLog(MemoryHandler):
         self.flush()
 
     def shouldFlush(self, record: std_logging.LogRecord) -> bool:
-        """Returns True if the log has a file: each record is then written at once. Otherwise drops the oldest records."""
+        """Returns True if the log has a file, so that each record is written at once. Otherwise drops the oldest records."""
         if self.target is None:
             del self.buffer[:-_KEPT_RECORDS]
             return False
@@ -145,7 +145,7 @@ class RunLog(MemoryHandler):
 class _LogFile(std_logging.Handler):
     """Log handler that writes to a local file at once, and to an object store every 10 s from a background thread.
 
-    A failed write is reported once and does not end the run. Its lines are written again with the next ones.
+    Only the first failed write is reported, and the run continues. The next write repeats the lines of a failed write.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -215,7 +215,7 @@ def install() -> RunLog:
 def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Context manager for calls from a notebook or script: shows log lines on stderr, and yields the full log.
 
-    If the program has set up logging at INFO itself, log lines go to its handlers only. `warnings_only=True` hides INFO lines.
+    If the program itself logs at INFO, only its own handlers show the log lines. `warnings_only=True` hides INFO lines.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)

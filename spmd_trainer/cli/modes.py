@@ -20,10 +20,11 @@ class Mode:
 
     Attributes:
       help: description for `--help`. The list of modes shows only its first sentence.
-      path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`. The function takes a `Job`. Imported only when the mode runs.
+      path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`. The function takes a `Job`. The module is imported only when
+        the mode runs.
       has_run: True if the mode reads or writes a run's directory.
-      alone: True if the function takes the mode's settings, built from flags and the command's arguments, instead of a `Job`.
-      after_interrupt: clause that says what the user can do after Ctrl-C, for the message.
+      alone: True if the function takes no `Job`, but the mode's settings, built from flags and the command's arguments.
+      after_interrupt: clause for the message after Ctrl-C that says what the user can do.
       builder: name of the function in MODULE that builds the job from a `RunConfig`; '' for `Job.build`.
     """
 
@@ -43,11 +44,7 @@ class Mode:
         return self.path.partition(":")[0]
 
     def build_job(self, config: RunConfig) -> Job:
-        """Builds the mode's job.
-
-        Raises:
-          UserError: see `Job.build`.
-        """
+        """Builds the mode's job. Raises the errors of `Job.build`."""
         from spmd_trainer.training import job  # imports JAX, which --help doesn't need
 
         build: Callable[[RunConfig], Job] = self._import(self.builder) if self.builder else job.Job.build

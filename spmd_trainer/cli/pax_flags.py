@@ -34,9 +34,9 @@ class PaxFlag:
     Attributes:
       name: the flag's name.
       kind: type of the value: bool, int, str, or list for a text that may be given several times.
-      silent: values that are accepted without a warning, because they ask for what the trainer does anyway.
-      instead: clause for the message that says what happens instead of the flag's effect, or what to use instead if the flag is
-        refused; '' for a flag with the same effect as in Pax.
+      silent: values that are accepted without a warning, because they request what the trainer does anyway.
+      instead: clause of the message about the flag. It says what happens instead of the flag's effect or, if the flag is
+        refused, what to use instead. '' if the flag has the same effect as in Pax.
       refused: True if the flag gives an error, because ignoring it would give different results.
     """
 
@@ -157,7 +157,7 @@ def refuse_modes(arguments: Iterable[str]) -> None:
 
 
 def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
-    """Copies the values of the Pax flags that were given to the trainer's flags with the same meaning.
+    """Copies the value of each given Pax flag to the trainer's flag with the same meaning.
 
     Raises:
       UserError: a flag is refused, or contradicts another flag.
@@ -191,7 +191,7 @@ def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
 
 
 def _set_same(own: flags.FlagValues, name: str, given: flags.FlagValues, alias: str) -> None:
-    """Sets the trainer's flag `name` to the value of Pax's flag `alias`, if given. Raises UserError if both differ."""
+    """Sets the trainer's flag `name` to the value of Pax's flag `alias`, if given. Raises UserError if the two flags differ."""
     value, present = given[alias].value, getattr(own, name)
     if value is None:
         return

@@ -32,7 +32,7 @@ _processes = functools.partial(setting, group="Several processes")
 
 @dataclasses.dataclass(frozen=True)
 class CommandFlags:
-    """Flags of the command line that are not settings of a mode. In Python, function arguments take their place."""
+    """Flags of the command line that are not settings of a mode. The Python API has function arguments instead."""
 
     exp: str | None = _what(
         None,
@@ -153,7 +153,7 @@ def define() -> None:
 
 
 def choose_mode(flag_values: flags.FlagValues) -> None:
-    """Sets the mode to 'chat' if `--prompt` was given without `--mode`. The flag is undefined if `lm_eval/` isn't installed."""
+    """Sets the mode to 'chat' if `--prompt` was given without `--mode`. `--prompt` exists only if `lm_eval/` is installed."""
     if "prompt" in flag_values and flag_values.prompt and not flag_values["mode"].present:
         flag_values["mode"].value = "chat"
 
@@ -172,7 +172,7 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
 
 
 def _classes(mode: str) -> Sequence[type]:
-    """Returns the settings classes whose flags a mode accepts. All modes but tokenise and tokenizer accept a run's flags."""
+    """Returns the settings classes whose flags a mode accepts. All but 'tokenise' and 'tokenizer' accept a run's flags."""
     # These modes look at a training run or its code. They accept and ignore the flags of the run's command.
     of_run = TrainConfig if mode in ("page", "port", "replay") else RunConfig
     own = config_class(mode)
@@ -192,7 +192,7 @@ def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, A
 def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence[str]) -> Settings:
     """Returns the settings of a mode that takes no job (`Mode.alone`), from the flags and the command's arguments.
 
-    For `--mode=page`, `--job_log_dir` is the first argument.
+    For `--mode=page`, the value of `--job_log_dir` is put before the arguments.
     """
     make: Callable[..., Settings] = config_class(flag_values.mode)
     first = [flag_values.job_log_dir] if make is PageConfig and flag_values.job_log_dir else []
@@ -200,11 +200,11 @@ def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
-    """Returns the run's config from the flags. Without `--exp`, the record of the run in `--job_log_dir` supplies the rest.
+    """Makes the run's config from the flags. Without `--exp`, what isn't given is taken from the run in the given directory.
 
     Args:
       flag_values: absl flags, parsed.
-      join: connects the job's processes for the given mode, and returns their number. Called before any device is used.
+      join: connects the job's processes for a mode, and returns the number of processes. Called before any device is used.
 
     Raises:
       UserError: a flag is missing or can't be read, or settings of the experiment contradict each other.
@@ -238,7 +238,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
 def _with_those_of_the_run(
     flag_values: flags.FlagValues, overrides: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns experiment, overrides and settings of the run in the command's directories, updated with those that were given.
+    """Returns the experiment, overrides and settings of the run in the given directory, updated with those given now.
 
     A flag with an empty value takes the default, not the run's value. Modes other than training ignore the checkpoint that the
     run started from, and read the run's own checkpoints. With `--topology`, the run's mesh is ignored.
@@ -280,7 +280,7 @@ def run_of_directories(given: Mapping[str, Any]) -> tuple[epath.Path, dict[str, 
     The record has the run's experiment, overrides and settings.
 
     Args:
-      given: the values of these two flags by name, as far as they were given.
+      given: {name of the flag: value}, for those of these two flags that were given.
 
     Raises:
       UserError: see `_with_those_of_the_run`.

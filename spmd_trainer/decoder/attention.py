@@ -68,7 +68,7 @@ class Attention(SpecLayer):
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over whole rows and, if the decode cache is mutable, stores their keys and values in it. `x`: [batch, time,
+        """Attends over whole rows. If the decode cache is mutable, stores the rows' keys and values in it. `x`: [batch, time,
         model_dims], with the tokens in the order `context.order`. Returns [batch, time, model_dims].
         """
         query, key, value = self._heads(x, context)
@@ -108,7 +108,6 @@ class Attention(SpecLayer):
         return self._keep(name, self._cache_layout.write(self.get_decode_state(name), heads, context.cache_index))
 
     def _attend_to_cache(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens to arrays of the cache. Returns [batch, new tokens, heads, width of a value]."""
         assert context.cache_index is not None  # always set in decode steps, like the next one
         assert context.first_index is not None
         seen_from = context.first_index[:, None]
@@ -171,7 +170,7 @@ class Attention(SpecLayer):
         return jnp.where(context.segment_ids == PADDING, PADDING, chunks)
 
     def _fill_cache(self, states: dict[str, jax.Array], context: Context) -> None:
-        """Stores the named arrays of whole rows in the decode cache, in row order, if the cache is mutable."""
+        """Stores arrays of whole rows in the decode cache, in row order. Does nothing if the cache is not mutable."""
         if not self.is_mutable_collection(base_layer.DECODE_CACHE) or self.is_initializing():
             return
         assert context.order is not None  # None only in decode steps
@@ -236,15 +235,15 @@ class Attention(SpecLayer):
 class CacheLayout:
     """Layout of the decode cache: its padded sizes, and the placement of key and value heads in it.
 
-    The mesh may split the cache over heads, over tokens, or over both. Both dimensions are padded to multiples of their number
+    The cache may be sharded over heads, over tokens, or over both. Both dimensions are padded to multiples of their number
     of shards, because XLA would otherwise keep all heads on every device.
 
     A model with K key and value heads, each shared by G query heads, has `num_heads` cached heads. Each key or value head is
-    stored `copies` times, and each copy serves a part of the G query heads. Heads of zeros fill the rest.
+    stored `copies` times, and each copy serves a part of the G query heads. The remaining cached heads are zeros.
 
     Attributes:
-      num_kv_heads: key and value heads of the model, K.
-      group_size: query heads per key head, G.
+      num_kv_heads: number of key heads of the model, K. There are as many value heads.
+      group_size: number of query heads per key head, G.
       head_shards: number of devices that the cached heads are split over.
       length_shards: number of devices that the cached tokens are split over.
     """
@@ -261,7 +260,7 @@ class CacheLayout:
         """Returns the layout on the ambient mesh (`jax.set_mesh`).
 
         Args:
-          num_heads, num_kv_heads: heads of the model.
+          num_heads, num_kv_heads: numbers of query heads and of key heads of the model.
           kv_heads_axes, length_axes: mesh axes that the cache's heads and tokens are split over.
         """
         return cls(num_kv_heads, num_heads // num_kv_heads, num_shards(kv_heads_axes), num_shards(length_axes))
@@ -335,16 +334,16 @@ def attend_to_cache(
     seen_from: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes causal attention of new tokens over the cache, which already holds them. Logits and softmax are float32.
-    Returns [batch, new tokens, N, H], for N query heads of width H.
+    """Computes causal attention of new tokens over the cache, which must already include their own keys and values. Logits and
+    softmax are float32. Returns [batch, new tokens, N, H], for N query heads of width H.
 
     Args:
       query: [batch, new tokens, N, H].
-      key, value: the cache, [batch, tokens, layout.num_heads, H].
+      key, value: the cached arrays, [batch, tokens, layout.num_heads, H].
       pattern: window, soft cap and scale of the attention.
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
-      seen_from: int32 [batch, new tokens or 1], index in the cache of the first token that each new token sees.
+      seen_from: int32 [batch, new tokens or 1], cache index of the earliest token that each new token may see.
       sinks: float32 [N], see `kernels.attend`; None for no sinks.
     """
     products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)

@@ -77,7 +77,7 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
 
 
 def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> dict[str, MeshAxes]:
-    """Returns the changes to `DEFAULT_AXES` for a mesh with other axis names. Axes missing from the mesh are dropped.
+    """Returns the changes to `DEFAULT_AXES` for a mesh with different axis names. Axes missing from the mesh are dropped.
 
     Args:
       names: {default name of a mesh axis: its name in this mesh}.
@@ -121,9 +121,9 @@ class SpecLayer(base_layer.BaseLayer):
           name: name of the variable.
           shape: logical shape.
           axes: a logical axis for each dimension.
-          init: constant initial value, for norms and biases, or a praxis WeightInit; with either, weight decay skips the
-            variable. None draws from a normal distribution with standard deviation `spec.initializer_range`.
-          collections: further praxis collections of the variable (`WeightHParams.collections`).
+          init: a constant initial value, as for norms and biases, or a praxis WeightInit; in both cases, the variable has no
+            weight decay. None draws from a normal distribution with standard deviation `spec.initializer_range`.
+          collections: additional praxis collections of the variable (`WeightHParams.collections`).
           trainable: False for a variable without a gradient. Such a variable is float32 in every model.
         """
         if init is None:
@@ -149,8 +149,8 @@ class SpecLayer(base_layer.BaseLayer):
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
         """Constrains the sharding of an activation. `axes`: a logical axis for each dimension of `x`.
 
-        'activation_embed' (the residual stream) is split in training only, where the backward pass stores it. 'length' is not
-        split if the number of shards doesn't divide it. This happens for new tokens in decode steps; whole rows are padded.
+        'activation_embed' (the width of the residual stream) is sharded only in training, where the backward pass stores it.
+        'length' is not sharded if it can't be divided evenly, as for new tokens in decode steps; whole rows are padded.
         """
 
         def stays_whole(axis: str, size: int) -> bool:
@@ -172,10 +172,10 @@ class SpecLayer(base_layer.BaseLayer):
         """Applies dropout in training; returns x unchanged in evaluation.
 
         Args:
-          x: the array; [batch, time, ...] with an order.
+          x: the array. If `order` is given, [batch, time, ...].
           probability: probability of setting an element to 0; the others are divided by 1 - probability.
-          order: order of the tokens of `x` on the mesh; None for row order. A token's random numbers depend on its index in
-            the row, not on the mesh.
+          order: order of the tokens in `x`; None for row order. A token's random numbers depend on its index in the row, not
+            on this order.
         """
         if not probability or self.do_eval:
             return x
@@ -196,13 +196,13 @@ def unit(x: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
 
 
 class Projection(SpecLayer):
-    """An einsum of the input and a weight, plus an optional bias.
+    """A layer that computes an einsum of its input and a weight, plus an optional bias.
 
     Attributes:
       equation: the einsum of the input and the weight, e.g. 'btd,dnh->btnh'.
       shape: the weight's shape.
       split_axes: logical axes of `shape`.
-      bias_axes: logical axes of the bias, which has the last dimensions of `shape`; () for no bias.
+      bias_axes: logical axes of the bias; () for no bias. The bias has the last len(bias_axes) dimensions of `shape`.
       output_axes: logical axes of the output; () leaves its layout to the compiler.
     """
 

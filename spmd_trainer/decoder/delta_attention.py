@@ -69,7 +69,7 @@ class DeltaAttention(SpecLayer):
         )
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over whole rows and, in `DecoderLm.prefill`, stores the states after the rows in the decode cache. `x`:
+        """Attends over whole rows. In `DecoderLm.prefill`, stores the states after the last token in the decode cache. `x`:
         [batch, time, model_dims], with the tokens in the order `context.order`. Returns [batch, time, model_dims].
         """
         order = context.order
@@ -85,10 +85,10 @@ class DeltaAttention(SpecLayer):
         return self._project(self._split_heads(order.apply(heads), "batch", "length"), self.gate(x))
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes new tokens from the states in the cache, and updates these. Takes and returns [batch, new tokens, model_dims].
+        """Attends from new tokens to the cached states, and updates these. Takes and returns [batch, new tokens, model_dims].
 
         Raises:
-          UserError: there are no states, because the cache was not filled by `DecoderLm.prefill`.
+          UserError: the cache has no states, because `DecoderLm.prefill` was not called.
         """
         cache = {name: self._cached_array(name) for name in self._cached}
         heads, cache = self._attend(self._projected(x), context.segment_ids, cache)
@@ -111,7 +111,7 @@ class DeltaAttention(SpecLayer):
         return found
 
     def _projected(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns {name: projection of the tokens} for all inputs of the delta rule: query, key, value, decay and beta."""
+        """Returns {name: projection of x} for all inputs of the delta rule: query, key, value, decay and beta."""
         return {name: getattr(self, name)(x) for name in (*self.convolved, "decay", "beta")}
 
     def _attend(
@@ -122,7 +122,7 @@ class DeltaAttention(SpecLayer):
         Args:
           inputs: result of `_projected`, in row order.
           segment_ids: int32 [batch, time].
-          cache: {name: content before the first token}; {} without a cache.
+          cache: {name: cached array, as it is before the first token}; {} without a cache.
         """
         activation: Callable[[jax.Array], jax.Array] = ACTIVATION_FNS[self.spec.activation]
         heads_in, new_cache = {}, {}
@@ -156,7 +156,7 @@ class DeltaAttention(SpecLayer):
             self.update_decode_state(name, self._split_heads(x, *leading))
 
     def _split_heads(self, x: jax.Array, *leading: str, heads: str = "activation_heads") -> jax.Array:
-        """Constrains the sharding of an array with dimensions `leading`, then the heads, then others that are not split."""
+        """Constrains the sharding of x. Its logical axes are `leading`, then `heads`, then dimensions that are not sharded."""
         return self.split(x, *leading, heads, *("norm",) * (x.ndim - len(leading) - 1))
 
     def _child_projection(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:

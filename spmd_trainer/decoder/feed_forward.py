@@ -111,9 +111,9 @@ class ExpertProjection(SpecLayer):
 class MixtureOfExperts(SpecLayer):
     """A mixture of gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
-    Shared experts are one feed-forward layer, which computes all tokens. Its output is added to that of the routed experts.
+    Shared experts are one feed-forward layer, applied to all tokens. Its output is added to that of the routed experts.
 
-    A routed expert computes only the tokens for which it was chosen: tokens are sorted by expert (`kernels.token_groups`),
+    A routed expert is applied only to the tokens for which it was chosen: tokens are sorted by expert (`kernels.token_groups`),
     multiplied by their expert's matrices (`kernels.grouped_dot`), and put back in order.
     """
 

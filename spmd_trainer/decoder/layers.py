@@ -129,7 +129,7 @@ def create_layers(parent: SpecLayer, name: str, layers: Sequence[LayerSpec]) -> 
 
 
 class DecoderBlock(SpecLayer):
-    """A block of the layers `spec.repeated_layers`, in order: `layer_0`, `layer_1`, ..."""
+    """A block with one child for each of `spec.repeated_layers`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
         create_layers(self, "layer", self.spec.repeated_layers)

@@ -4,7 +4,7 @@
     task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
 
 `DecoderLanguageModel.decode` generates text by the settings in its field `generation`. To use praxis' own decode functions
-instead, take a praxis `LanguageModel` with a `DecoderLm`. A decode loop must run in a method of the model, with the collection
+instead, use a praxis `LanguageModel` with a `DecoderLm`. A decode loop must run in a method of the model, with the collection
 `base_layer.DECODE_CACHE` mutable:
 
     logits = self.lm.prefill(ids, lengths, cache_length)   # ids int32 [B, T], prompts at the left, any right padding
@@ -83,10 +83,10 @@ class DecoderLm(SpecLayer):
         mesh_axis_names: Sequence[str],
         training_optimized: bool,
     ) -> Any:
-        """Sets the mesh in a config, and applies `DEFAULT_AXES` to mesh axes with these names. Returns lm_p.
+        """Sets the mesh in a config, and adapts `DEFAULT_AXES` to these names of the mesh axes. Returns lm_p.
 
         Args:
-          lm_p: config of this class, changed in place. Entries already in its `axes` stay.
+          lm_p: config of this class, changed in place. Entries that its `axes` already has are kept.
           replica_axis, data_axis, mdl_axis: names of the mesh axes.
           ici_mesh_shape, dcn_mesh_shape: sizes of all mesh axes, within a slice and across slices.
           mesh_axis_names: names of all mesh axes.
@@ -142,8 +142,8 @@ class DecoderLm(SpecLayer):
         segment_mask: jax.Array | None = None,
         start_time_step: int | jax.Array = 0,
     ) -> NestedMap:
-        """Computes logits, and the loss if labels are given, with the signature of praxis' `TransformerLm`. Returns `logits`,
-        float32 [batch, time, vocab_size], and the other outputs of `compute_loss`.
+        """Computes logits, and also the loss if labels are given. The signature is that of praxis' `TransformerLm`. Returns
+        `logits`, float32 [batch, time, vocab_size], and the other outputs of `compute_loss`.
 
         Args:
           inputs: token ids, int32 [batch, time].
@@ -155,7 +155,7 @@ class DecoderLm(SpecLayer):
           start_time_step: index in the decode cache at which the next `extend_step` writes.
 
         Raises:
-          UserError: an attention mask is given, or rows are longer than the learned positions.
+          UserError: an attention mask is given, or rows have more tokens than there are learned positions.
         """
         if causal_attention_mask is not None or segment_mask is not None:
             raise UserError(
@@ -224,7 +224,7 @@ class DecoderLm(SpecLayer):
           cache_length: number of tokens that the cache must hold: `time` plus the number of decode steps.
 
         Raises:
-          UserError: cache_length is less than `time`, or greater than the learned positions.
+          UserError: cache_length is less than `time`, or greater than the number of learned positions.
         """
         length = ids.shape[1]
         if cache_length < length:
@@ -272,7 +272,7 @@ class DecoderLm(SpecLayer):
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the decode cache by `transform_fn(array, batch_dim, time_dim)`; -1: it has no such dimension."""
+        """Replaces each array of the decode cache by `transform_fn(array, batch_dim, time_dim)`. `time_dim` is -1 if none."""
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
@@ -315,7 +315,7 @@ class DecoderLm(SpecLayer):
         run: Callable[[DecoderLayer, jax.Array], jax.Array],
         run_repeated: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """Returns the residual stream after all layers. `run` computes one layer, `run_repeated` all repeated layers."""
+        """Returns the residual stream after all layers. `run` applies one layer, `run_repeated` applies all repeated layers."""
         for layer in self._not_repeated("first_layers"):
             x = run(layer, x)
         if self.spec.num_repeats:

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek V3, arXiv:2412.19437, section 2.2): an additional loss for tokens after the next one.
 
-The multi-token layer k = 1, 2, ... gets the hidden states of the multi-token layer before it (for k = 1, of the model) and, at
-each position, the embedding of the token k positions later. It predicts the token after that one. Embedding and output layer
-are shared with the model. Decoding doesn't use these layers.
+Multi-token layer k = 1, 2, ... gets the hidden states of multi-token layer k - 1 (for k = 1, those of the model) and, at each
+position, the embedding of the token k positions later. It predicts the token k + 1 positions later. These layers use the
+model's embedding and output layer. Decoding doesn't use them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     def later(self, count: int) -> Rows:
         """Returns the rows shifted by `count`, so that each position has the entries of the token `count` positions later.
 
-        A weight becomes 0 if the later token belongs to another text than the position.
+        A weight becomes 0 if the later token belongs to a different text than the token at the position.
         """
 
         def moved(x: jax.Array, fill: int) -> jax.Array:
@@ -99,8 +99,8 @@ class MultiTokenPrediction(SpecLayer):
 
         Args:
           hidden: the model's hidden states after its final norm, [batch, padded time, model_dims], in the order `context.order`.
-          rows: the model's inputs and labels. In each layer, a label has the weight that it has in the model's own loss, or 0 if
-            it belongs to another text than the position.
+          rows: the model's inputs and labels. In each layer, a label has the weight that it has in the model's own loss, or 0
+            if it belongs to a different text than the token at its position.
           context: context of the model's forward pass.
           embed: function (ids) -> embeddings, in the order `context.order`.
           token_losses: function (hidden states, labels) -> losses of the tokens, in the same order.

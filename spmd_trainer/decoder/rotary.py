@@ -15,9 +15,9 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
-    """Returns the rotary frequencies of a kind of layer, and the factor by which sine and cosine are multiplied.
+    """Returns the rotary frequencies for layers of kind `kind`, and the factor by which sine and cosine are multiplied.
 
-    The frequencies, float32 [rotated dims / 2], are the angles per position for each pair of dimensions.
+    The frequencies, float32 [rotated dims / 2], are angles per position, one for each pair of rotated dimensions.
     """
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
@@ -100,8 +100,8 @@ def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: 
     Args:
       x: [batch, time, heads, head_dims].
       sine, cosine: float32 [batch, time, rotated dims / 2].
-      pairs_adjacent: True to rotate dimensions 2i and 2i + 1 as a pair; otherwise i and i + n, of 2n rotated dimensions. The
-        result has each pair at i and i + n in both cases, which leaves the products of queries and keys unchanged.
+      pairs_adjacent: True if dimensions 2i and 2i + 1 of x are a pair; False if dimensions i and i + n are, where 2n is the
+        number of rotated dimensions. The result always has pair i at i and i + n, which doesn't change query-key products.
     """
     half = sine.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)

@@ -34,15 +34,16 @@ class UserError(ValueError):
     """An error that the user can fix, in the command, the experiment or the files. The message says how.
 
     Attributes:
-      exit_status: exit status of a process that ends with this error.
-      leaves_in_order: True if all processes of the job end at the same point, so that none reports a failure to the others.
+      exit_status: exit status of a process that exits because of this error.
+      leaves_in_order: True if no process has collective work left. The process then waits for the others before it exits,
+        instead of telling them that it failed.
     """
 
     exit_status = 2
     leaves_in_order = False
 
     def __init__(self, *args: object, exit_status: int | None = None):
-        """Stores the message. `exit_status` overrides that of the class."""
+        """Stores the message. If given, `exit_status` overrides the class attribute."""
         super().__init__(*args)
         if exit_status is not None:
             self.exit_status = exit_status
@@ -53,7 +54,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Returns True for an OSError of full storage: no space, a quota or file-size limit, or a read-only file system."""
+    """Returns True for an OSError caused by a full disk, an exceeded quota or file-size limit, or a read-only file system."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 

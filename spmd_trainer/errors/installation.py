@@ -52,7 +52,7 @@ def library_versions() -> dict[str, str]:
 
 
 def pip_install() -> str:
-    """Returns the shell command that installs packages into the running Python environment, without the packages' names."""
+    """Returns the shell command that installs packages into the running Python environment. Append the packages' names."""
     python = shlex.quote(sys.executable)
     # Environments made by uv have no pip.
     return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"

@@ -1,4 +1,4 @@
-"""Writes text to a terminal safely: file names, templates and library messages may hold control characters.
+"""Writes text to a terminal safely, although file names, templates and library messages may contain control characters.
 
 All text that the trainer shows to a person goes through `visible`. Every package of the trainer imports this module, so it
 depends on the standard library only.
@@ -36,7 +36,7 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
     Args:
       text: the text, including its newlines.
       stream: `sys.stdout` unless given.
-      styled: True if the text has colour codes. The caller has then applied `visible` to the rest of it.
+      styled: True if the text contains color codes. The caller has then applied `visible` to the rest of the text.
 
     Raises:
       UserError: the stream is a file, and its disk is full.
@@ -70,7 +70,7 @@ def flush() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirects a stream and its buffered text to the null device. Otherwise a failed flush makes Python exit with 120."""
+    """Redirects a stream and its buffered text to the null device, because a failed flush makes Python exit with status 120."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

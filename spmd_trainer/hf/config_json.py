@@ -135,7 +135,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def _absurd_counts(spec: DecoderSpec) -> list[str]:
-    """Returns [error message] if the model has more layers or experts than a folder's model may have, otherwise []."""
+    """Returns a list with an error message if the model has more layers or experts than a folder may have, else []."""
     experts = 1 if spec.moe is None else spec.moe.num_experts
     if spec.num_layers <= MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
         return []
@@ -177,11 +177,11 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
     """Makes the content of a config.json for a model, with the key names of both transformers 4 and 5.
 
-    It has no dtype, and its token ids are None.
+    The content has no dtype, and its token ids are None.
 
     Args:
       spec: the model.
-      architecture: the model's class in transformers; None: that of the first family that describes the model exactly.
+      architecture: the model's class in transformers; None: the class of the first family that describes the model exactly.
 
     Raises:
       HfError: no family describes the model, or the requested family doesn't.
@@ -236,7 +236,7 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
 
 
 def _spelling(activation: str, usual: str) -> str:
-    """Returns transformers' name for an activation: `usual` if it denotes this activation, else the first name that does."""
+    """Returns transformers' name for an activation. If there are several, prefers `usual`, then the first one."""
     if _ACTIVATIONS[usual] == activation:
         return usual
     return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation), activation)
@@ -294,12 +294,12 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], family: Fa
 
     Args:
       settings: the content of config.json, with the family's defaults.
-      fields: the spec's fields; the sizes are already set.
+      fields: the spec's fields, which must already include the sizes.
       family: the model family.
 
     Raises:
-      HfError: the kind of scaling, or one of its settings, is not supported or missing; or only a part of each head is
-        rotated, which the family doesn't support.
+      HfError: the kind of scaling is not supported; a setting for it is missing or not supported; or only a part of each
+        head is rotated, and the family doesn't support that.
     """
     by_layer_type = family.rotary_by_layer_type
     parameters = _object(settings, "rope_parameters")

@@ -16,7 +16,7 @@ class HfError(CheckpointError, UserError):
 
 
 class HfNotFoundError(HfError, CheckpointNotFoundError):
-    """A Hugging Face folder lacks a required file, or was asked for a training step, which such folders don't have."""
+    """A Hugging Face folder lacks a required file; or a training step was requested, which such folders don't have."""
 
 
 class HfDamagedError(HfError, DamagedCheckpointError):

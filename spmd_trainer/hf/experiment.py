@@ -71,7 +71,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
     Args:
       directory: the folder.
-      job: the job; its model must be the one in the folder.
+      job: the job; its model must be the model in the folder.
 
     Returns:
       The train state at step 0, with the folder's variables, and newly initialized optimizer states and adapters. DoRA adapters
@@ -79,7 +79,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
     Raises:
       HfNotFoundError: the directory is not a Hugging Face folder.
-      HfMismatchError: the folder holds another model, or its tensors don't match its config.json.
+      HfMismatchError: the folder contains a different model, or its tensors don't match its config.json.
       HfError: the architecture or an option is not supported.
       CheckpointReadError: storage does not answer, or refuses access.
     """
@@ -103,9 +103,9 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
 
 def require_model(directory: epath.Path, task: SingleTask) -> None:
-    """Checks that a task's model, if it is a decoder, is the one in a Hugging Face folder; see `folder.require_agreement`.
+    """Checks that a task's model is the model in a Hugging Face folder; see `folder.require_agreement`.
 
-    Called by every process.
+    Checks nothing if the task's model is not a decoder. Called by every process.
 
     Raises:
       HfMismatchError: the models differ; the message names the settings that differ.
@@ -117,7 +117,7 @@ def require_model(directory: epath.Path, task: SingleTask) -> None:
 
 
 def warn_of_differences(source: object, task: SingleTask) -> None:
-    """Logs a warning if variables come from a Hugging Face folder whose model has other settings than the task's model."""
+    """Logs a warning if `source` is a Hugging Face folder, and its model's settings differ from those of the task's model."""
     spec = spec_of_task(task)
     if spec is None or not isinstance(source, hf_source.HfSource):
         return

@@ -67,20 +67,21 @@ def export(
         `LoraModel.merged`.
       job: the job; its model must be a DecoderLanguageModel.
       directory: the folder to write; it must be missing or empty.
-      dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
-      imported_from: the Hugging Face folder that the model came from; its config.json, generation_config.json and tokenizer
-        are copied. If the model's settings have changed, config.json is made from the model, with the folder's token ids.
-        None: config.json is made from the model.
-      tokenizer: a folder, or a tokenizer.json or SentencePiece file, of the tokenizer to copy; ignored with `imported_from`.
+      dtype: 'float32', 'bfloat16' or 'float16'; None: the dtype of the variables.
+      imported_from: the Hugging Face folder that the model came from. Its config.json, generation_config.json and tokenizer
+        are copied. If the model's settings have changed since, config.json is made from the model instead, and only the
+        token ids are copied to it. None: config.json is made from the model.
+      tokenizer: the tokenizer to copy: a folder, a tokenizer.json or a SentencePiece file; ignored with `imported_from`.
       eos_id: id of the end-of-text token, for config.json; ignored with `imported_from`.
-      architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
+      architecture: the model's class in transformers; None: the class in `imported_from` if it describes the model, or else
+        the first that does.
       max_file_bytes: maximum size of a tensor file. A larger tensor gets a separate file.
 
     Raises:
       UserError: the directory can't be written.
-      HfError: the directory is not empty, the dtype is unknown or too narrow, or no architecture of transformers describes
+      HfError: the directory is not empty, the dtype is unknown or too narrow, or no transformers architecture describes
         the model.
-      HfMismatchError: `imported_from` has another vocabulary.
+      HfMismatchError: `imported_from` has a different vocabulary size.
       OSError: the folder can't be written.
     """
     path: epath.Path = storage.directory("export_dir", directory)
@@ -134,7 +135,7 @@ def _plan(
 
 
 def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json: that of `source` if it describes the model, otherwise made from the model."""
+    """Returns the content of config.json: copied from `source` if that describes the model, else made from the model."""
     dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
     if source is None:
         return {**config_json.config_of(spec, architecture), **dtypes}
@@ -173,7 +174,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
 
 
 def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
-    """Makes config.json from a model, for the architecture `asked`; if that is None, for `usual`, or else for any that fits."""
+    """Makes config.json for the architecture `asked`. If it is None: for `usual` if that fits, else for any that fits."""
     if asked is not None:
         return config_json.config_of(spec, asked)
     try:
@@ -206,7 +207,7 @@ def _by_layer(name: str) -> tuple[int, int, str]:
 def _write_rest(
     target: epath.Path, config: Mapping[str, Any], files: _Files, source: str | os.PathLike[str] | None
 ) -> None:
-    """Writes the index, the tokenizer and the configs; config.json comes last, because it marks the folder as complete."""
+    """Writes the index of tensors, the tokenizer and the configs. config.json is last, because it marks a complete folder."""
     if SINGLE not in files:
         weight_map = {tensor.described.name: name for name, tensors in files.items() for tensor in tensors}
         described = [tensor.described for tensors in files.values() for tensor in tensors]

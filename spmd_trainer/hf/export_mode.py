@@ -35,8 +35,8 @@ def export(job: Job) -> int:
     With `--export_checkpoint`, which supports any model, writes a checkpoint with a single step and without optimizer states,
     for evaluation and for `init_from_checkpoint_rules`. Otherwise writes a Hugging Face folder. With `task.lora`, the adapters
     are merged into the base model; `--export_adapter` writes the adapters alone, as a PEFT folder. If the run started from a
-    Hugging Face folder, that folder's configs and tokenizer are copied. `--restore_checkpoint_dir` may be such a folder, as in
-    the command for fine-tuning; the run's own checkpoint is then exported, if there is one.
+    Hugging Face folder, that folder's configs and tokenizer are copied. As in fine-tuning, `--restore_checkpoint_dir` may name
+    a Hugging Face folder. If the run has checkpoints of its own, they take precedence over that folder.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` select the checkpoint.
@@ -92,7 +92,7 @@ def export(job: Job) -> int:
 
 
 def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> None:
-    """Saves a restored state, without optimizer states, as a checkpoint with the same step number."""
+    """Saves the restored state, without optimizer states, at its step. `taken`: name of the averages in it, or 'none'."""
     variables = job.partitioner.layout.without_opt_states().variables
     noted = {**restored.metadata["metadata"], "averages": taken}
     with Checkpointer(directory, label="the variables of step") as written:
@@ -100,7 +100,7 @@ def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> No
 
 
 def _merged(state: TrainState, job: Job) -> TrainState:
-    """Merges the adapters into the base model. Returns a state without adapters; the arrays of the base are donated to it."""
+    """Merges the adapters into the base model, whose arrays are donated (reused). Returns a state without adapters."""
     metadata = job.partitioner.layout.without_opt_states()
     variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
     without = dataclasses.replace(metadata, variables=variables)
@@ -119,7 +119,7 @@ def _merged(state: TrainState, job: Job) -> TrainState:
 
 
 def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
-    """Returns the Hugging Face folder that the run started from; None without one, or if its vocabulary size is not the model's.
+    """Returns the Hugging Face folder that the run started from, if there is one with the model's vocabulary size.
 
     Args:
       job: the job.
@@ -133,7 +133,7 @@ def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
 
 
 def _tokenizer(job: Job) -> tuple[str | None, int | None]:
-    """Returns the path of the training data's tokenizer, or None if it has no path, and its end-of-text id, or None."""
+    """Returns the path and the end-of-text id of the training data's tokenizer. Each is None if the tokenizer has none."""
     for dataset in job.config.experiment.config.train_datasets:
         if "tokenizer" in dir(dataset):
             given = dataset.tokenizer

@@ -2,7 +2,7 @@
 
 A tensor NAME [experts, inputs, outputs] is stored as two uint8 tensors. `NAME_blocks` [experts, outputs, inputs / 32, 16] holds
 two values per byte, the first value in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] holds n + 127 for each
-block. The values are read as bfloat16, which is exact, except that values beyond its range become infinite.
+block. The values are read as bfloat16. This is exact, except that values beyond the range of bfloat16 become infinite.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _Target:
     Attributes:
       name: name of the tensor, for messages.
       array: a view of this part of the shard.
-      bounds: {letter: (start, stop)}: the indices that the shard has in each dimension of the variable, without padding.
+      bounds: {letter: (start, stop)}: the shard's range of indices in each dimension of the variable, without padding.
     """
 
     name: str
@@ -52,7 +52,7 @@ class _Target:
 
         Args:
           block: a part of the tensor, with its dimensions in the variable's order.
-          limits: {letter: (start, stop)}: the block's indices in those dimensions of which it has only a part.
+          limits: {letter: (start, stop)}: the range of indices that the block covers; lacks dimensions that it covers fully.
           order: the letters of the block's dimensions.
         """
         here, there = [], []
@@ -99,8 +99,8 @@ def _max_exponent(dtype: np.dtype[Any]) -> int:
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, Variable], tensors: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process reads each shard of its devices once. Apart from the arrays on the devices, it
-    keeps at most 32 MiB of shards in host memory, or those of one variable if they are larger.
+    """Reads variables onto a mesh. Each process reads each shard of its devices once. In host memory, a process
+    keeps at most 32 MiB of shards at a time, or the shards of one variable if these are larger than 32 MiB.
 
     Args:
       wanted: the model's variables by path.
@@ -138,7 +138,7 @@ def read_onto_mesh(
 
 
 def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
-    """Yields index ranges [first, last) of `piece.outermost`, of about 1 MiB each, which together cover the targets."""
+    """Yields ranges [first, last) of the dimension `piece.outermost`, of about 1 MiB each, which together cover the targets."""
     outer = piece.outermost
     begin, end = piece.rows(0, 1)
     step = max(1, _BLOCK_BYTES // max(1, (end - begin) * tensor.row_bytes))

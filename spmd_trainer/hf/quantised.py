@@ -46,8 +46,9 @@ class Fp8Tensor(Tensor):
     """A bfloat16 tensor that is computed from FP8 values and factors when it is read; see `Tensor`.
 
     Attributes:
-      values, factors: the stored tensors of FP8 values and of the blocks' factors.
-      block: number of rows and of columns in a block.
+      values: the stored tensor of FP8 values.
+      factors: the stored tensor of factors, one for each block of values.
+      block: (number of rows, number of columns) of a block.
     """
 
     values: Tensor
@@ -64,7 +65,7 @@ class Fp8Tensor(Tensor):
 
     @functools.cached_property
     def _of_blocks(self) -> npt.NDArray[np.float32]:
-        """The factors of all blocks, which are read once, because the values are read in many parts."""
+        """The factors of all blocks. They are cached, because `read_rows` is called for many ranges of rows."""
         return self.factors.read_rows(0, self.factors.shape[0]).astype(np.float32)
 
 
@@ -74,7 +75,7 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
     Args:
       config: the content of config.json.
       where: path of the file, for messages.
-      in_mxfp4: True if MXFP4 weights are supported, too, which depends on the model family.
+      in_mxfp4: True to also allow MXFP4 weights, which only some model families support.
 
     Raises:
       HfError: the method, or one of its settings, is not supported.
@@ -104,7 +105,7 @@ def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
       config: the content of config.json, checked by `refuse_unsupported`.
 
     Raises:
-      HfDamagedError: quantized values have no factors, or factors have no values; or their shapes or dtypes don't fit.
+      HfDamagedError: quantized values have no factors, factors have no values, or their shapes or dtypes don't fit.
     """
     settings = config.get("quantization_config")
     if settings is None:

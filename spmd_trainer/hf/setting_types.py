@@ -94,9 +94,9 @@ def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None,
     """Checks the types and ranges of settings in a config.json.
 
     Args:
-      settings: the content of a config.json, with the model family's defaults; or a JSON object in it.
+      settings: the content of a config.json, with the model family's defaults; or a JSON object inside config.json.
       read: names of the settings that the family reads; others may have any type. None: all are checked.
-      inside: key of the JSON object in config.json, if `settings` is one; its settings may be null.
+      inside: key of that JSON object, whose settings may be null; '' if `settings` is the whole config.json.
 
     Raises:
       HfError: a setting has the wrong type or is out of range.
@@ -110,7 +110,7 @@ def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None,
 
 
 # Settings without effect on the output of a trained model, in any family: bookkeeping, generation, dropout and initial values,
-# tasks other than language modelling, and how transformers runs a model.
+# tasks other than language modeling, and how transformers runs a model.
 _NAMES_WITHOUT_EFFECT = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _comment _commit_hash
     _flash_attn_2_enabled _name_or_path _num_labels _sliding_window_pattern architectures attention_dropout
@@ -137,7 +137,7 @@ def check_known(config: Mapping[str, Any], known: Collection[str], where: str) -
       where: path of the file, for the error message.
 
     Raises:
-      HfError: there are unknown settings, which may change what the model computes; the message names them.
+      HfError: there are unknown settings, which may change the model's output; the message names them.
     """
     given = (key for key, value in config.items() if value)
     unknown = sorted(key for key in given if key not in known and key not in _WITHOUT_EFFECT)

@@ -49,7 +49,7 @@ class HfSource(CheckpointSource):
         """Checks that the folder holds the variables `wanted`, in any floating-point dtype. See `CheckpointSource.require_fit`.
 
         Raises:
-          HfMismatchError: paths or shapes differ, or `wanted` has optimizer states or moving averages, or no decoder.
+          HfMismatchError: paths or shapes differ; or `wanted` has optimizer states, moving averages or no decoder variables.
         """
         in_folder = {path: spec for path, spec in wanted.items() if path != _STEP}
         if rest := [path for path in in_folder if not path.startswith(_VARS)]:
@@ -65,7 +65,7 @@ class HfSource(CheckpointSource):
         super(HfSource, dataclasses.replace(self, saved=saved)).require_fit(in_folder, partial=partial)
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads variables onto a mesh; a step counter is set to 0. See `CheckpointSource.read`."""
+        """Reads variables onto a mesh. If `wanted` includes the step counter, it becomes 0. See `CheckpointSource.read`."""
         variables = {path: self.folder.variables[source[path]] for path in wanted if path != _STEP}
         read = {source[path] for path in variables}
         if left_out := [path for path in self.saved if path.startswith(MTP_ROOTS) and path not in read]:

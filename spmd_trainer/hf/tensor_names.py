@@ -19,11 +19,11 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, LatentSpec
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One dimension of a tensor, as letters. It is a product of variable dimensions, and may contain several fused variables.
+    """One dimension of a stored tensor. It merges dimensions of a variable, and may fuse several variables.
 
     Attributes:
-      outer: letters before the fused variables; all letters of a dimension without fused variables.
-      parts: the letters of each fused variable, in order; () for a dimension without fused variables.
+      outer: letters of the merged dimensions, in order. If variables are fused: only the letters before the fused part.
+      parts: letters of each fused variable, in order; () if no variables are fused.
     """
 
     outer: tuple[str, ...]
@@ -32,14 +32,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor that holds a variable, or the values at one index of its leading dimensions (e.g. of one layer).
+    """A tensor that stores a variable, or one slice of a variable that stacks layers, experts or adapters.
 
     Attributes:
       name: the tensor's name in the folder.
-      leading: this index in the variable's leading dimensions: (repeat,), (repeat, expert), (expert,) or ().
-      groups: the letters of each dimension of the tensor.
+      leading: index of the slice in the variable's leading dimensions, e.g. (repeat, expert); () for a whole variable.
+      groups: the dimensions of the tensor, each as a group of letters.
       order: the letters of the variable's dimensions after the leading ones.
-      sizes: {letter: size of this dimension}.
+      sizes: {letter: size of the dimension that the letter stands for}.
       part: index of the variable among those that are fused in the tensor.
     """
 
@@ -65,7 +65,7 @@ class Piece:
         return self._letters(self.groups[0])[0]
 
     def rows(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the range of the tensor's rows that hold the indices [first, last) of `outermost`."""
+        """Returns (start, stop): the tensor's rows that store the indices [first, last) of the dimension `outermost`."""
         group = self.groups[0]
         start, _, total = self._fused(group)
         if group.outer:
@@ -75,7 +75,7 @@ class Piece:
         return start + first * unit, start + last * unit
 
     def of_rows(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a view of the given tensor rows (see `rows`) that has the variable's dimensions, in the order `order`."""
+        """Returns a view of `rows`, some rows of the tensor, with the variable's dimensions in the order `order`."""
         shape: list[int] = []
         index: list[slice] = []
         letters: list[str] = []
@@ -98,7 +98,7 @@ class Piece:
         return (*group.outer, *group.parts[self.part]) if group.parts else group.outer
 
     def _fused(self, group: Group) -> tuple[int, int, int]:
-        """Returns where the variable starts in a fused dimension, its size there, and the size of all fused variables."""
+        """Returns (offset of the variable in a fused dimension, its size there, total size of all variables fused there)."""
         sizes = [self._size(part) for part in group.parts]
         return (sum(sizes[: self.part]), sizes[self.part], sum(sizes)) if sizes else (0, 1, 1)
 
@@ -210,7 +210,7 @@ def parse_layout(layout: str) -> tuple[tuple[Group, ...], tuple[str, ...]]:
 
 
 def _sizes(spec: DecoderSpec, kind: str) -> dict[str, int]:
-    """Returns {letter: size of this dimension} for layers of a kind, such as 'local'."""
+    """Returns {letter of a layout: size that it stands for} in layers of this kind, such as 'local'."""
     latent, delta, heads = spec.latent or LatentSpec(), spec.delta or DeltaSpec(), spec.heads_of(kind)
     return {
         "v": spec.vocab_size,

@@ -83,7 +83,7 @@ def config_of_text(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any
 
 
 def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts: bool) -> dict[str, Tensor]:
-    """Returns the text model's tensors, by the names that they have in a folder of the text model alone.
+    """Returns the text model's tensors under the names that they would have in a folder with only the text model.
 
     Args:
       tensors: the stored tensors by name.
@@ -91,7 +91,7 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
       fused_experts: True to replace each tensor that holds matrices of all experts by one tensor per expert and matrix.
 
     Raises:
-      HfError: a tensor that would have to be replaced in this way is in FP8.
+      HfError: `fused_experts` is True, and a tensor to be replaced is in FP8.
     """
     if any(name.startswith(_VISION) for name in tensors):
         logging.warning("%s: its text model is read, and its vision model is not", where)
@@ -110,15 +110,15 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
 
 
 def name_in_text(name: str) -> str:
-    """Returns the name that a multimodal model's tensor `name` has in a folder of the text model alone."""
+    """Returns the name that a multimodal model's tensor `name` would have in a folder with only the text model."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for each expert's matrices in a tensor of all experts; yields any other tensor unchanged.
+    """Splits a tensor with matrices of all experts: yields (name, tensor) for each matrix. Yields other tensors unchanged.
 
-    Tensors of all experts are [experts, 2 * hidden, model] (gate, then up) and [experts, model, hidden] (down).
+    Such a tensor is [experts, 2 * hidden, model] (gate, then up) or [experts, model, hidden] (down).
     """
     ending = next((ending for ending in _FUSED if name.endswith(ending)), None)
     if ending is None or len(tensor.shape) != 3 or tensor.shape[1] % len(_FUSED[ending]):

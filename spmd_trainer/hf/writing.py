@@ -53,9 +53,9 @@ def tensors_of(
 
     Args:
       variables: the variables by path.
-      dtype: dtype of the tensors. Non-trainable variables are written in float32 regardless, because the differences
-        between the biases of experts are too small for bfloat16.
-      copies: tensors to write again under a second name, {second name: name}, if they are written at all (tied ones aren't).
+      dtype: dtype of the tensors. Non-trainable variables are always written in float32, because the differences between
+        the experts' biases are too small for bfloat16.
+      copies: {second name: name} of tensors to write twice. Ignored for tensors that are not written, such as tied ones.
     """
     parts: dict[str, list[tuple[Variable, Piece]]] = {}
     for variable in variables.values():
@@ -113,7 +113,7 @@ def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
     """Yields a temporary folder. Its content is moved to `path` at the end, or deleted if the `with` block fails.
 
     Args:
-      path: the final path, with symbolic links resolved. If it is an empty directory, that is kept, as it may be a mount point.
+      path: the final path, with symbolic links resolved. An empty directory there is not replaced: it may be a mount point.
       last: name of the file to move last.
     """
     exists = path.exists()
@@ -191,7 +191,7 @@ def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> 
 def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[..., jax.Array]:
     """Returns a jitted function (array, index) -> array[index], so that only one layer at a time is copied to the host.
 
-    The result is sharded like the array, or replicated if other processes hold parts of the array.
+    `depth`: length of the index. The result is sharded like the array, or replicated if other processes have shards of it.
     """
     spec = PartitionSpec(*sharding.spec[depth:]) if is_local else PartitionSpec()
 

@@ -1,17 +1,18 @@
 """Finds which tokens of a conversation count in the loss: the tokens that the assistant wrote.
 
-If the chat template has `{% generation %}...{% endgeneration %}` marks, the assistant's text is the text between them.
-Otherwise, for each assistant message `messages[i]`, the template renders `messages[:i]` with `add_generation_prompt`, and
-`messages[:i + 1]` without it. The text of message i is what the second rendering appends to the first. With marks, the
-end-of-turn token counts if it is between them. Without marks it always counts, as does any other text that the template
-writes after the message, such as ChatML's newline.
+If the chat template has `{% generation %}...{% endgeneration %}` marks, the assistant's text is the text between the marks.
+An end-of-turn token counts only if it is between the marks.
 
-A token counts if at least one of its characters is in the assistant's text. With marks, the masks equal transformers'
-`return_assistant_tokens_mask`, except in two cases that concern the first and last character between two marks:
+Without marks, for each assistant message `messages[i]`, the template renders `messages[:i]` with `add_generation_prompt`,
+and `messages[:i + 1]` without it. The assistant's text is what the second rendering appends to the first. It includes the
+end-of-turn token and any other text that the template writes after the message, such as ChatML's newline.
 
-- If several tokens stand for the last character (an emoji), transformers counts only the first of these tokens.
-- If the tokenizer's offsets leave out the first character (a space), transformers counts no token from there on; if
-the offsets leave out the last character, transformers counts every token from there on.
+A token counts if at least one of its characters is in the assistant's text. With marks, the loss mask equals transformers'
+`return_assistant_tokens_mask`, except in two cases, which concern the first and the last character between two marks:
+
+- If the last character (e.g. an emoji) consists of several tokens, transformers counts only the first of them.
+- If the tokenizer's offsets leave out the first character (e.g. a space), transformers counts no token from there on. If
+  the offsets leave out the last character, transformers counts every token from there on.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
       messages: the conversation, with at least one message by the assistant.
       render: renders messages, with or without a generation prompt.
       has_marks: True if the template has `{% generation %}`.
-      turns: 'all' for all messages of the assistant, 'last' for the last one only.
+      turns: 'all' finds the text of all messages of the assistant, 'last' only that of the last one.
 
     Returns:
       The rendered text, and the non-empty (start, end) character spans that the assistant wrote.
@@ -65,9 +66,9 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
 
 
 def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Returns which of n tokens count: bool [n], True for a token that has at least one character in one of the spans.
+    """Returns the loss mask of n tokens: bool [n], True for each token with at least one character in one of the spans.
 
-    A token without characters also counts if it lies between two tokens of the same span.
+    The mask is also True for a token without characters between two tokens of the same span.
 
     Args:
       offsets: (start, end) character positions of each token, int64 [n, 2], in the order of the text.
@@ -84,7 +85,7 @@ def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.nd
 
 
 def _after_prompts(messages: Messages, render: Render, text: str, own: list[int]) -> list[tuple[int, int]]:
-    """Returns each assistant message's (start, end) characters, found by rendering the conversation up to that message."""
+    """Returns the (start, end) positions in `text` of the messages with the indices `own`, all written by the assistant."""
     spans = []
     for index in own:
         try:

@@ -13,7 +13,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.sharding.variables import path_str
 
-# Names of the leaves that hold weights of rows or tokens. A batch needs at least one, to tell padding rows from data.
+# Names of the leaves that hold weights of rows or tokens. A batch needs at least one, to distinguish padding rows from data.
 WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
 # Values of padding rows, by the last part of a leaf's path. Other leaves repeat the batch's first row, because arbitrary
 # values could give NaN in a row of weight 0, and 0 * NaN is NaN.
@@ -31,8 +31,8 @@ def pad_batch(batch: Any, to_size: int) -> Any:
       to_size: number of rows of the result, at least B.
 
     Raises:
-      ValueError: the leaves have different numbers of rows or none, `to_size` is below B, or no leaf is a weight, so that
-        padding could not be told from data.
+      ValueError: the leaves have different numbers of rows or no rows; `to_size` is below B; or no leaf is a weight, so
+        that padding could not be distinguished from data.
     """
     leaves = [(path_str(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
     size = _batch_size(leaves)
@@ -50,14 +50,14 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 
 
 def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
-    """Returns a batch whose rows count only where `real` is True; the other rows become like the rows of `pad_batch`.
+    """Turns the rows of a batch that hold no data into padding rows, and returns the new batch.
 
-    The weights and segment ids of these other rows become 0, and their paddings 1. `eval_sample_weights` float32 [B] is
-    added if missing.
+    The weights and segment ids of a padding row are 0, its paddings 1, and its other values stay as they were. If the
+    batch has no `eval_sample_weights` float32 [B], they are added.
 
     Args:
-      batch: numpy arrays [B, ...] of B rows.
-      real: True for each row that holds data, bool [B].
+      batch: numpy arrays [B, ...], where B is the number of rows.
+      real: bool [B], True for each row that holds data.
     """
     batch = NestedMap(batch)
     if "eval_sample_weights" not in batch:
@@ -96,10 +96,10 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
 
 
 def cut_rows(batch: NestedMap, length: int) -> NestedMap:
-    """Cuts each row of a language-model batch, T tokens, into T / length shorter rows. No token is lost.
+    """Cuts each row of a language-model batch into T / length shorter rows, where T is the number of tokens per row.
 
-    Attention does not cross a cut. A segment that a cut divides continues in the next row at position 0. New rows that
-    hold only padding get `eval_sample_weights` 0.
+    No token is lost. Attention does not cross a cut. If a cut divides a segment, its second part begins the next row and
+    gets positions from 0. New rows that hold only padding get `eval_sample_weights` 0.
 
     Args:
       batch: numpy arrays as in `lm_input_specs`, with T tokens per row.
@@ -143,7 +143,7 @@ def dataset_input_specs(dataset: Any) -> NestedMap:
 
     Raises:
       UserError: the input rejects its settings or its files.
-      ValueError: `dataset` is an input without `input_specs()`. Reading a batch to measure it would lose that batch.
+      ValueError: `dataset` is an input, not a config, and has no `input_specs()`. Reading a batch would lose that batch.
     """
     if isinstance(dataset, fdl.Buildable):
         if fdl.get_callable(dataset) is base_input.LingvoInputAdaptor and hasattr(dataset.input.cls, "input_specs"):

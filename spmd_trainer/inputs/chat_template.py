@@ -62,7 +62,7 @@ class Rendering(NamedTuple):
 
     Attributes:
       text: the rendered text.
-      generated: (start, end) characters of each `{% generation %}` block, in order.
+      generated: (start, end) character positions of each `{% generation %}` block in `text`, in order.
     """
 
     text: str
@@ -125,13 +125,14 @@ class ChatTemplate:
 
         Args:
           messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, the template doesn't see
-            entries of a message that are None.
-          add_generation_prompt: end with the beginning of the assistant's answer, if the template supports it.
+            entries of a message whose value is None.
+          add_generation_prompt: True appends the text that opens the assistant's turn, such as ChatML's
+            '<|im_start|>assistant', if the template supports it.
           tools: JSON schemas of the functions that the model may call.
           documents: documents that the answer may use, for templates that support retrieval.
           **variables: further variables of the template; they override the special tokens. They must be values, not
-            functions, because the template runs in another process. `strftime_now` is the date that the template's
-            function `strftime_now` formats (see `clock_of`); the default is the current date.
+            functions, because the template runs in a separate process. The value `strftime_now` is the date that the
+            template's function `strftime_now` formats (see `clock_of`); the default is the current date.
 
         Raises:
           RenderLimitError: the rendering exceeds a limit of time, memory or length.
@@ -160,7 +161,10 @@ class ChatTemplate:
         return Rendering(answer["text"], tuple((start, end) for start, end in answer["spans"]))
 
     def _ask(self, variables: dict[str, Any] | None, *, is_marked: bool = False) -> dict[str, Any]:
-        """Has a worker process compile the template, and render it unless `variables` is None. Returns the worker's answer."""
+        """Sends the template to a worker process, which compiles it and renders it with `variables`, unless they are None.
+
+        Returns the worker's answer.
+        """
         seconds, chars = self._limits
         try:
             content = pickle.dumps(tuple(Request(self.text, variables, is_marked, seconds, chars)))
@@ -206,8 +210,8 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
 
     Args:
       templates: {name: text} of the tokenizer's templates.
-      chosen: name of the template to take. None takes the template 'tool_use' if `has_tools` is True and it exists, and
-        otherwise 'default'.
+      chosen: name of the template to take. None takes the template 'tool_use' if `has_tools` is True and that template
+        exists, and otherwise the template 'default'.
       has_tools: True if the conversation has tools.
       owner: name of the tokenizer, for error messages.
 

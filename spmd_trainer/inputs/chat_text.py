@@ -56,15 +56,15 @@ class Chat(messages.MessageProcessor):
 
     A record is {"messages": [{"role": ..., "content": ...}, ...]}, and may also have the entries `tools`, `documents`,
     `chat_template_kwargs` and `turns`. A conversation is a bad record (see `CorpusInput.bad_records`) if it has an unknown
-    role, an empty message, no message of the assistant or no label that counts, or if the template fails. A tool's message may
-    be empty, and an assistant's message may have reasoning or tool calls instead of content.
+    role, an empty message or no message of the assistant, if none of its labels counts in the loss, or if the template fails. A
+    tool's message may be empty, and an assistant's message may have reasoning or tool calls instead of content.
 
     Attributes:
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
-      turns: 'all' counts all messages of the assistant in the loss, 'last' only the last one. The entry `turns` of a
+      turns: which messages of the assistant count in the loss: 'all', or only the 'last' one. The entry `turns` of a
         conversation overrides this setting.
-      too_long: 'error' or 'drop', see `messages.MessageProcessor`; or 'cut', which keeps the first seq_len + 1 tokens and
-        logs the first 10 conversations that it cuts. If the kept tokens have no text of the assistant, the conversation is a
+      too_long: 'error' and 'drop': see `messages.MessageProcessor`. 'cut' keeps the first seq_len + 1 tokens, and logs the
+        first 10 conversations that are cut. If the tokens that are kept have no text of the assistant, the conversation is a
         bad record.
       other_roles, date: see `messages.MessageProcessor`.
     """
@@ -158,10 +158,9 @@ class Chat(messages.MessageProcessor):
     def _counted(
         self, where: str, encoded: tuple[np.ndarray, np.ndarray], text: Rendering
     ) -> CountedTokens | BadRecord:
-        """Returns the tokens of a rendered conversation, and which of them count in the loss.
+        """Returns the tokens of a rendered conversation with their loss mask, or a BadRecord if they can't be used.
 
-        The result is a BadRecord if no token counts or there are too many tokens. `encoded` has the n tokens, int32 [n], and
-        the (start, end) characters of each token, int64 [n, 2].
+        `encoded` has the n tokens, int32 [n], and the (start, end) character positions of each token, int64 [n, 2].
         """
         tokens, offsets = encoded
         size, room = len(tokens), self.seq_len + 1
@@ -220,14 +219,14 @@ class ChatPromptInput(text.PromptRows):
     """Conversations as prompts for `LanguageModel.decode`, rendered by a chat template.
 
     `Chat` describes the records in the files. The template writes all special tokens; the input adds none. `text.PromptRows`
-    describes the batches, in which `prompt_index` numbers the conversations of all files from 0.
+    describes the batches. In them, `prompt_index` is the number of a conversation, counted from 0 over all files.
 
     Attributes:
       files: see `ChatInput`.
       tokenizer, eos_id: see `text_base.TokenizedInput`.
       start: must keep its default, because the template writes the start token.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
-      add_generation_prompt: True ends each prompt with the beginning of the assistant's answer.
+      add_generation_prompt: True ends each prompt with the text that opens the assistant's turn (see `ChatTemplate.render`).
       prefix_len: maximum number of tokens in a prompt, P. A longer conversation is an error.
       num_prompts: use only the first `num_prompts` conversations; None uses all.
     """

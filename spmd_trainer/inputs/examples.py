@@ -1,4 +1,4 @@
-"""Inputs over numbered examples: arrays in memory, and the base of the inputs over record files."""
+"""Inputs over numbered examples: an input over arrays in memory, and the base class of the inputs over record files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from spmd_trainer.inputs import batches, indexed
 
 
 class ExamplesInput(indexed.IndexedInput):
-    """Base of inputs over a set of numbered examples. A subclass implements `num_examples`, `example_specs` and
-    `read_examples`.
+    """Base class of inputs over a set of numbered examples.
 
-    Training (`is_training=True`) is endless: each epoch gives every example once, in an order drawn from (input_random_seed,
-    epoch). Evaluation gives every example once, in order, then raises StopIteration until `reset()`. Rows that fill up the last
-    batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
+    A subclass implements `num_examples`, `example_specs` and `read_examples`. Training (`is_training=True`) is endless: each
+    epoch gives every example once, in an order drawn from (input_random_seed, epoch). Evaluation gives every example once, in
+    order, then raises StopIteration until `reset()`. If its last batch is incomplete, it is filled up with copies of the last
+    example that have `eval_sample_weights` (and `weights`, if present) 0.
 
-    A batch is a NestedMap of numpy arrays [B, ...] of B rows, including `eval_sample_weights` float32 [B]. If
-    `jax_enable_x64` is off, int64 and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
+    A batch is a NestedMap of numpy arrays [B, ...], where B is the number of rows. It includes `eval_sample_weights` float32
+    [B]. If `jax_enable_x64` is off, int64 and float64 arrays become int32 and float32; a value that doesn't fit is an error.
 
     Attributes:
       shuffle: False gives a training input's examples in the order of their numbers.
@@ -96,8 +96,8 @@ class ArrayInput(ExamplesInput):
     """Input over arrays in memory.
 
     Attributes:
-      arrays: {name: array [examples, ...]}, or a function without arguments that returns such a dict. A dot in a name
-        nests: 'src.ids' becomes batch.src.ids.
+      arrays: {name: array [examples, ...]}, or a function without arguments that returns such a dict. A name with a dot
+        makes a nested entry: 'src.ids' becomes batch.src.ids.
     """
 
     arrays: Any = None
@@ -143,7 +143,7 @@ class ArrayInput(ExamplesInput):
 
 
 def nest(values: Mapping[str, Any]) -> NestedMap:
-    """Returns a NestedMap in which a dot in a name nests: 'src.ids' becomes map.src.ids.
+    """Returns the values as a NestedMap. A name with a dot makes a nested entry: 'src.ids' becomes map.src.ids.
 
     Raises:
       UserError: a name can't be a key of a NestedMap.
@@ -229,7 +229,7 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
 
 
 def _leaves(example: Any, names: set[str]) -> Mapping[str, Any]:
-    """Returns {path: leaf} for an example; `example` itself if it is a flat dict whose keys are `names`."""
+    """Returns {path: leaf} for an example. If `example` is already a flat dict with the keys `names`, returns `example`."""
     if (
         isinstance(example, dict)
         and example.keys() == names

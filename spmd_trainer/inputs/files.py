@@ -25,11 +25,11 @@ FileSource = Paths | Callable[[], Paths] | str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Files that exist, with the size that each had when it was found.
+    """The files of an input, and the size that each file had when the input found it.
 
     Attributes:
       paths: paths of the files, in the order in which they are read.
-      sizes: size of each file in bytes, in the same order.
+      sizes: size of each file in bytes, in the order of `paths`.
     """
 
     paths: tuple[str, ...]
@@ -41,7 +41,7 @@ class TextFiles:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Checksum of the files' sizes in order. Files of equal size that change places go unnoticed."""
+        """Checksum of the files' sizes, in order. It stays the same if two files of equal size are swapped."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
     @property
@@ -89,16 +89,16 @@ def find_files(
     """Resolves an input's `files` field and checks that every file is readable.
 
     Args:
-      files: a list of paths, folders and glob patterns, a single one of these, or a function without arguments that returns
-        either. A pattern ('*', '?', '[a-z]', and '**' for folders of any depth) gives its matches sorted by path, without
-        folders and hidden files. A folder gives all files below it, sorted, without hidden files, and without empty files
-        whose names begin with '_'. An existing path is never treated as a pattern.
-      inside: function from a folder to the list of its data files, if the folder has a known layout such as a saved dataset;
-        None for any other folder.
+      files: a path, folder or glob pattern; a list of these; or a function without arguments that returns one of them or a
+        list. A pattern ('*', '?', '[a-z]', and '**' for folders of any depth) stands for the files that match it, sorted by
+        path, without hidden files. A folder stands for all files below it, sorted, without hidden files, and without empty
+        files whose names begin with '_'. An existing path is never treated as a pattern.
+      inside: function that is called with each folder in `files`. It returns the list of the folder's data files if it knows
+        the folder's layout (e.g. of a saved dataset), and None if it doesn't.
 
     Raises:
-      UserError: there are no paths; a pattern or a folder gives no file, or gives a file that another entry also gives; a
-        path is missing or unreadable; or all files are empty.
+      UserError: there are no paths; a pattern or a folder stands for no file; a pattern or a folder overlaps with a different
+        entry; a path is missing or unreadable; or all files are empty.
     """
     entries = entries_of(files)
     plain = [entry for entry in entries if not glob.has_magic(entry) or reading.exists(entry)]
@@ -146,7 +146,7 @@ def read_text(path: str, name: str) -> str:
 
 
 def nearby_names(path: str) -> str:
-    """Returns a suffix for an error about a missing path: ' (did you mean b.txt?)', or what the path's folder holds."""
+    """Returns a suffix for an error about a missing path: ' (did you mean b.txt?)', or the names of files in its folder."""
     folder = os.path.dirname(path) or "."
     try:
         if reading.exists(path):
@@ -199,9 +199,9 @@ def _path(entry: object) -> str:
 def _files_of(
     entry: str, sizes: Mapping[str, int | None], inside: Callable[[str], Sequence[str] | None]
 ) -> list[tuple[str, int]]:
-    """Returns (path, size) for each file that an entry of the field `files` gives. `inside`: see `find_files`.
+    """Returns (path, size) for each file that `entry` (a path, folder or pattern) stands for. `inside`: see `find_files`.
 
-    `sizes` has an item for each entry that is not a pattern: the size in bytes of a file, None for a folder.
+    `sizes` has the size of each entry that is a file, in bytes, and None for each entry that is a folder; it has no patterns.
     """
     if entry not in sizes:
         return _matches(entry)
@@ -210,7 +210,7 @@ def _files_of(
 
 
 def _inside(folder: str, known: Sequence[str] | None) -> list[tuple[str, int]]:
-    """Returns (path, size) for each path in `known`; if `known` is None, for each file below the folder."""
+    """Returns (path, size) for each of the files `known`, or for each file below the folder if `known` is None."""
     if known is not None:
         return list(zip(known, reading.for_each(known, _size), strict=True))
     with readable(folder):
@@ -231,7 +231,6 @@ def _is_hidden(name: str, size: int) -> bool:
 
 
 def _matches(pattern: str) -> list[tuple[str, int]]:
-    """Returns (path, size) for each file that a glob pattern matches."""
     with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
     sizes = reading.for_each(matched, _size_unless_folder)

@@ -249,7 +249,7 @@ def rows_ahead(
     Args:
       source: the input.
       start: the position of the first batch.
-      row: makes the row at (position of its batch, index of the row in this process's part of the batch).
+      row: function (position of a batch, index of a row in this process's part of that batch) -> the row.
       threads: number of threads; 0 makes the rows in the caller's thread.
       ahead: number of rows to make in advance.
     """

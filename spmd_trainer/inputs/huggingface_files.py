@@ -31,8 +31,8 @@ class Source(NamedTuple):
     Attributes:
       name: name of the tokenizer, for error messages.
       content: the content of its tokenizer.json.
-      stated: the settings in tokenizer_config.json and special_tokens_map.json.
-      chat_templates: {name: template}; the template that is used by default is named 'default'.
+      stated: the settings in tokenizer_config.json and special_tokens_map.json, e.g. {'eos_token': '</s>'}.
+      chat_templates: {name: text of a template}; the template that is used by default is named 'default'.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _read(path: str) -> Source:
 
 
 def _check_added(stated: Mapping[str, Any], path: str) -> None:
-    """Raises UserError, which names the file `path`, unless the keys of `added_tokens_decoder` in `stated` are token ids."""
+    """Raises UserError unless all keys of stated['added_tokens_decoder'] are token ids. The message names the file `path`."""
     added = stated.get(ADDED_TOKENS, {})
     keys = list(added) if isinstance(added, Mapping) else None
     wrong = added if keys is None else next((key for key in keys if not _is_id(key)), None)
@@ -101,9 +101,9 @@ def _is_id(key: str) -> bool:
 
 
 def _template_files(folder: str) -> dict[str, str]:
-    """Returns {name: text} of the .jinja files in a tokenizer's folder.
+    """Returns {name: text} of the chat templates that are .jinja files in a tokenizer's folder.
 
-    If there are any, transformers ignores the chat templates in tokenizer_config.json.
+    If a folder has such files, transformers ignores the chat templates in its tokenizer_config.json.
     """
     found: dict[str, str] = {}
     more = os.path.join(folder, _TEMPLATE_FOLDER)
@@ -120,9 +120,9 @@ def _template_files(folder: str) -> dict[str, str]:
 
 
 def _named_templates(stated: Any, where: str) -> dict[str, str]:
-    """Returns {name: text} of the chat templates in a `chat_template` setting.
+    """Returns {name: text} of the chat templates in `stated`, the value of a setting `chat_template`.
 
-    Raises UserError, which names `where`, if the setting is malformed.
+    Raises UserError if the value is malformed; the message begins with `where`.
     """
     if not stated:
         return {}

@@ -19,7 +19,7 @@ from spmd_trainer.storage import json_values
 if TYPE_CHECKING:
     import tokenizers as huggingface
 
-# Common spellings of end-of-text, beginning-of-text and padding, for tokenizers whose files do not name these tokens.
+# Common texts of the end-of-text, beginning-of-text and padding tokens, for tokenizers whose files do not name these tokens.
 _USUAL = {
     "eos": (
         "</s>",
@@ -55,10 +55,10 @@ _MAX_TEXT_BYTES = 2**28
 class HuggingFaceTokenizer:
     """Wraps a Hugging Face tokenizer. Texts are UTF-8.
 
-    Tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and
-    truncation settings of the tokenizer are ignored. As in Hugging Face's own library, text that spells a special token
-    ('<|endoftext|>') becomes that token, unless `encode_special_tokens` is set. A character without a symbol in a
-    BPE's vocabulary is an error, whereas Hugging Face's library would drop it.
+    A text's tokens are those of `encode(text, add_special_tokens=False)`, because the inputs add end-of-text themselves.
+    Padding and truncation settings of the tokenizer are ignored. As in Hugging Face's own library, a special token that
+    occurs in a text as characters ('<|endoftext|>') is encoded as that token, unless `encode_special_tokens` is set. A
+    character without a symbol in a BPE's vocabulary is an error, whereas Hugging Face's library would drop it.
 
     Attributes:
       eos_id: id of the end-of-text token.
@@ -82,12 +82,12 @@ class HuggingFaceTokenizer:
             tokenizer_config.json and special_tokens_map.json in the same folder; a `tokenizers.Tokenizer`; or a fast
             tokenizer of transformers. A tokenizer object is copied.
           eos: the end-of-text token or its id. None takes the token that the files or the transformers tokenizer name, or
-            else the vocabulary's only token with a common spelling of end-of-text, such as '</s>'.
-          bos: the beginning-of-text token, given or found as for `eos`. Inputs put it before each text if their `start`
-            says so.
-          pad: the padding token, given or found as for `eos`. Inputs ignore it.
-          encode_special_tokens: True encodes special tokens in a text like any other text. Set it in this argument: a
-            `tokenizers.Tokenizer` loses its own setting when a config is cloned.
+            else the only token in the vocabulary that is a common end-of-text token, such as '</s>'.
+          bos: the beginning-of-text token, given or found as for `eos`. Inputs put it before each text if their setting
+            `start` selects it.
+          pad: the padding token, given or found as for `eos`. Inputs don't use it.
+          encode_special_tokens: True encodes special tokens that occur in a text like any other text. Set it in this
+            argument, because a `tokenizers.Tokenizer` loses its own setting when a config is cloned.
 
         Raises:
           UserError: the package tokenizers is missing; `source` can't be read or is not a tokenizer; end-of-text is unknown;
@@ -128,14 +128,14 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Highest id + 1, counting added tokens. Some lower ids may be unused."""
+        """Highest token id (added tokens included) + 1. Some lower ids may be unused."""
         return max(self.vocabulary.values()) + 1
 
     @functools.cached_property
     def encoded_vocab_size(self) -> int:
-        """One more than the highest id that plain text or end-of-text can have; at most `vocab_size`.
+        """One more than the highest id among end-of-text and the tokens of ordinary texts; at most `vocab_size`.
 
-        Special tokens that were added to the model's own vocabulary do not count: they occur only in texts that spell them.
+        Excludes special tokens that were added to the model's own vocabulary, because ordinary texts don't contain them.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         in_text = {index for index, token in added.items() if not token.special}
@@ -152,13 +152,13 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens that the tokenizer's files name, by their names in chat templates: {'bos_token': '<s>', ...}."""
+        """{name in chat templates: token} for the special tokens in the tokenizer's files: {'bos_token': '<s>', ...}."""
         stated = {name: content_of(self._stated.get(name)) for name in _NAMED_TOKENS}
         return {name: token for name, token in stated.items() if token is not None}
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """{spelling of a token: its id} for all tokens, including added ones."""
+        """{token as written in the vocabulary: its id} for all tokens, including added ones."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @property
@@ -168,11 +168,11 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def bytes_per_token(self) -> int:
-        """Byte length of the longest token's spelling in the vocabulary, at least 2."""
+        """Byte length of the longest token as written in the vocabulary, at least 2."""
         return max(2, max(len(token.encode()) for token in self.vocabulary))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
-        """Returns the tokens of a text, int32 [n]. `cut`: ignore an incomplete character at the end of the text.
+        """Returns the tokens of a text, int32 [n]. If `cut` is True, ignores an incomplete last character.
 
         Raises:
           UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character without a token. The
@@ -181,9 +181,9 @@ class HuggingFaceTokenizer:
         return self._encode([self._checked(text, path, cut=cut)], [path])[0]
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Uses all cores.
+        """Returns a list with the tokens of each text, int32 [n]. Uses all cores.
 
-        Raises UserError as `encode` does. `wheres` are the texts' names in error messages.
+        Raises UserError as `encode` does. `wheres` has the name of each text for error messages.
         """
         return self._encode([self._checked(text, where) for text, where in zip(texts, wheres, strict=True)], wheres)
 
@@ -214,7 +214,7 @@ class HuggingFaceTokenizer:
     def encode_with_offsets(self, texts: Sequence[str], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens, int32 [n], and each token's (start, end) character positions, int64 [n, 2].
 
-        Several tokens may stand for one character. `wheres` are the texts' names in error messages.
+        One character may consist of several tokens. `wheres` has the name of each text for error messages.
 
         Raises:
           UserError: as in `encode`.
@@ -232,11 +232,11 @@ class HuggingFaceTokenizer:
         ]
 
     def spell(self, ids: Any) -> str:
-        """Returns the text of the tokens `ids`, integers [n], including special tokens."""
+        """Decodes tokens to text, including special tokens. `ids`: integers [n]."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _refuse_lost_characters(self, text: str, path: str) -> None:
-        """Raises UserError if Hugging Face's library would drop characters of the text; the message names `path`."""
+        """Raises UserError if Hugging Face's library would drop characters of the text. The message names the file `path`."""
         symbols = self._symbols_of_lossy_bpe
         if symbols is None:
             return
@@ -283,7 +283,7 @@ class HuggingFaceTokenizer:
         return [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in rows]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything that decides the tokens: a checksum of the tokenizer's content, and the id of end-of-text."""
+        """Returns everything on which the tokens depend: a checksum of the tokenizer's content, and the end-of-text id."""
         return {"huggingface_tokenizer": self._checksum, "eos_id": self.eos_id}
 
     @functools.cached_property

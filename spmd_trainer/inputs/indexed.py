@@ -2,10 +2,10 @@
 
 An *example* is one row of a batch. All processes share one global *order* of examples. Global batch n holds the
 examples at indices [n * G, (n + 1) * G) of the order, where G = batch_size * num_infeed_hosts; process h takes the
-rows [h * batch_size, (h + 1) * batch_size) of the global batch. A global batch therefore holds the same examples with
-any number of processes. The *position* is the number of global batches taken so far. A checkpoint stores the index of
-the next example in the order, so a restored input with a different G continues with that example: its batch 0 begins
-at that index.
+rows [h * batch_size, (h + 1) * batch_size) of the global batch. If G stays the same, a global batch therefore holds the
+same examples with any number of processes. The *position* is the number of global batches taken so far. A checkpoint
+stores the next example's index in the order, so an input can be restored with a different G: batch 0 of the restored
+input begins at that index.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ExampleOrder:
     """The order in which all processes together read the examples of a set.
 
     Attributes:
-      num_examples: number of examples in the set; None for an infinite set, where example i has index i in the order.
-      endless: True repeats the set; False ends after the last example.
+      num_examples: number of examples in the set. None for an infinite set, whose example i is at index i of the order.
+      endless: True repeats the set endlessly; False gives each example once.
       shuffle: True makes each epoch of an endless order a different permutation, drawn from (seed, epoch). Permutations of
         more than `permutations.STORED_SIZE` examples (16.8 million) are computed on demand.
       seed: seed of the permutations, 0 or more.
@@ -48,7 +48,7 @@ class ExampleOrder:
     def examples(self, first: int, count: int) -> np.ndarray:
         """Returns the numbers of the examples at indices [first, first + count) of the order, int64 [count].
 
-        Indices after the end of a finite order give `num_examples`.
+        For an index after the end of a finite order, the number is `num_examples`.
         """
         indices = np.arange(first, first + count, dtype=np.int64)
         if self.num_examples is None:
@@ -73,7 +73,7 @@ class ExampleOrder:
 
 
 class CheckpointedInput(base_input.BaseInput):
-    """Base of all inputs: pads batches, adds its name to errors, and saves positions that are valid for the same settings."""
+    """Base class of all inputs: pads batches, names the input in errors, refuses a position saved with other settings."""
 
     def error(self, message: str) -> UserError:
         """Returns a UserError whose message names this input."""
@@ -83,7 +83,7 @@ class CheckpointedInput(base_input.BaseInput):
     def naming(self, where: str = "") -> Iterator[None]:
         """Context manager that puts this input's name and `where` before the message of a UserError raised in its body.
 
-        It also turns the UnicodeEncodeError of a text that UTF-8 can't encode into a UserError.
+        If the body raises UnicodeEncodeError, because UTF-8 can't encode a text, it also becomes a UserError.
         """
         try:
             yield
@@ -122,7 +122,7 @@ class CheckpointedInput(base_input.BaseInput):
     def _refuse_other_settings(self, saved: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Raises UserError if `_fingerprint()` differs from a saved fingerprint.
 
-        `texts` is {key of a fingerprint: what to say in the message if its value differs}, for values that are checksums.
+        `texts` is {key of the fingerprint: message to show if the values differ}, for keys whose values are checksums.
         """
         now, texts = self._fingerprint(), texts or {}
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
@@ -142,11 +142,11 @@ class CheckpointedInput(base_input.BaseInput):
 
 
 class IndexedInput(CheckpointedInput):
-    """Base of inputs whose batch n is a pure function of n and of the settings.
+    """Base class of inputs whose batch n is a pure function of n and of the settings.
 
     A subclass implements `order`, `input_specs` and `batch_at`, and may override `_iterate` with a faster pipeline.
     Training inputs are endless. An evaluation input over a finite set gives each example exactly once, fills up the last
-    batch with rows of weight 0, and then raises StopIteration until `reset()` is called; it sets praxis' `reset_for_eval`.
+    batch with rows of weight 0, and then raises StopIteration until `reset()` is called. It sets praxis' `reset_for_eval`.
     All processes have the same number of batches.
     """
 
@@ -189,7 +189,7 @@ class IndexedInput(CheckpointedInput):
 
     @property
     def takes_any_batch_size(self) -> bool:
-        """True if a position saved with one batch size can be restored with another, continuing with the next example."""
+        """True if a saved position stays valid when the batch size changes. The next example is then the same."""
         return True
 
     @property
@@ -213,7 +213,7 @@ class IndexedInput(CheckpointedInput):
         return -(-(order.num_examples - self._origin) // self.global_batch_size)
 
     def first_index(self, position: int) -> int:
-        """Returns where this process's rows of global batch `position` begin in the order: the index of the first row."""
+        """Returns the index, in the order of examples, at which this process's rows of global batch `position` begin."""
         return self._origin + position * self.global_batch_size + self.infeed_host_index * self.batch_size
 
     def examples_at(self, position: int) -> np.ndarray:
@@ -224,7 +224,7 @@ class IndexedInput(CheckpointedInput):
         return self.order.examples(self.first_index(position), self.batch_size)
 
     def get_next(self) -> NestedMap:
-        """Returns the next batch and advances the position. Raises StopIteration if the input has ended, until `reset()`."""
+        """Returns the next batch and advances the position. After the last batch, raises StopIteration until `reset()`."""
         if self.num_batches is not None and self._position >= self.num_batches:
             raise StopIteration
         if self._iterator is None:
@@ -269,7 +269,7 @@ class IndexedInput(CheckpointedInput):
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Returns texts that errors show in place of checksums: {key in `_fingerprint()`: '3 files of 900 bytes'}."""
+        """Returns {key in `_fingerprint()`: '3 files of 900 bytes'}: sizes that error messages show instead of checksums."""
         return {}
 
     def _get_state_internal(self) -> bytes:
@@ -294,7 +294,7 @@ class IndexedInput(CheckpointedInput):
 
 
 def _changed_size(key: str, before: str | None, now: str) -> str:
-    """Returns a message that the data named `key` have changed from size `before` (None: not saved) to size `now`."""
+    """Returns the message that the data `key` have changed from size `before` (None if unknown) to size `now`."""
     if before is None:
         return f"the {key} have changed: now {now}"
     if before == now:

@@ -1,4 +1,4 @@
-"""Reads conversations from records of files (messages with roles and contents), and renders them by a chat template."""
+"""Reads conversations (messages with roles and contents) from the records of files, and renders them by a chat template."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
     JSON text is for Parquet files, in which all objects of a column must have the same fields.
 
     Raises:
-      UserError: `given` is something else. The message names the record, `where`.
+      UserError: `given` is none of these. The message names the record `where`.
     """
     if isinstance(given, str):
         try:
@@ -52,7 +52,7 @@ def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
 
 
 def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]]:
-    """Returns `given`, the entry `name` of the record `where`. Raises UserError if it is not a list of objects."""
+    """Returns `given`. If it isn't a list of objects, raises UserError, which names the record `where` and its key `name`."""
     if not (isinstance(given, list) and all(isinstance(entry, dict) for entry in given)):
         raise UserError(f"{where}: `{name}` is {shown(given)}; give a list of objects")
     return given
@@ -63,9 +63,9 @@ def readable_messages(
 ) -> list[dict[str, Any]]:
     """Returns messages whose contents have a form that the template can render.
 
-    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that can read such lists get them, as in
-    transformers. For templates that fail or print the Python list, the parts' texts are joined by newlines into one
-    string. `variables` are the other arguments of `ChatTemplate.render`.
+    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. As in transformers, a template gets these lists if it
+    can read them. If the template fails, or prints a list in Python's form, the parts' texts are joined by newlines.
+    `variables` are the other arguments of `ChatTemplate.render`.
     """
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     if not lists or not all(map(_is_text, lists)):
@@ -83,10 +83,10 @@ def readable_messages(
 
 
 def text_of_content(content: object, which: str) -> str | None:
-    """Returns the text of a message's content; None for None. The texts of a list of text parts are joined by newlines.
+    """Returns the text of a message's content; None for None. Joins the texts in a list of text parts by newlines.
 
     Raises:
-      UserError: the content is not a string, None or a list of text parts. The message names `which`.
+      UserError: the content is not a string, None or a list of text parts. `which` is the message's name in the error.
     """
     text = _text_of(content)
     if not isinstance(text, str | None):
@@ -116,10 +116,10 @@ class Templated:
     """Settings for rendering messages by a chat template.
 
     Attributes:
-      chat_template: None takes the tokenizer's own template (for conversations with tools the one named 'tool_use', if it
-        exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
+      chat_template: the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text. None takes
+        the tokenizer's default template, or for conversations with tools its template 'tool_use', if it has one.
       template_variables: variables for the template, e.g. {'enable_thinking': False}. Variables in a record override them.
-        They must be values, not functions, because the template runs in another process.
+        They must be values, not functions, because the template runs in a separate process.
       max_render_seconds: maximum processor time of one rendering, in seconds.
       max_rendered_chars: maximum length of a rendered conversation, in characters. A rendering may use 1 GiB of memory plus
         32 bytes per character of this maximum.
@@ -134,7 +134,7 @@ class Templated:
 
     @classmethod
     def of(cls, fields: Any) -> Self:
-        """Makes an instance of this class from those attributes of `fields` that have the names of the class's fields."""
+        """Makes an instance of this class. Copies each of its fields that is also an attribute of `fields`."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(fields, name) for name in names if hasattr(fields, name)})
 
@@ -170,7 +170,7 @@ class Templated:
         return {"tools": found.tools, "documents": found.documents, **variables}
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Renders messages. `variables`: the result of the method `variables`. Raises UserError if the template fails."""
+        """Renders messages with the result of `self.variables(...)`. Raises UserError if the template fails."""
         template = self.template(has_tools=bool(variables["tools"]))
         text = template.render(readable_messages(messages, template, **variables), **variables)
         refuse_surrogates(text)
@@ -212,15 +212,15 @@ ERROR, CUT, DROP = "error", "cut", "drop"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessageProcessor(Templated):
-    """Base of the processors that convert records with messages to tokens.
+    """Base class of the processors that convert records with messages to tokens.
 
     Attributes:
-      too_long: for records of more than seq_len + 1 tokens. 'error' treats such a record as a bad record (see
-        `CorpusInput.bad_records`). 'drop' leaves the record out, counts it in the input's `skipped`, and logs the first such
-        records.
-      other_roles: roles that the template knows in addition to `ROLES`.
-      date: the current date that the template sees, e.g. '2024-07-26'. Required if the template writes the date: today's
-        date would change the tokens of a run that is resumed tomorrow.
+      too_long: what to do with a record of more than seq_len + 1 tokens. 'error' treats it as a bad record (see
+        `CorpusInput.bad_records`). 'drop' leaves it out and counts it in the input's `skipped`. Only the first few records
+        that are left out are logged.
+      other_roles: roles that messages may have in addition to `ROLES`. The template must know them.
+      date: the date that the template gets as the current date, e.g. '2024-07-26'. Required if the template writes the date,
+        because the real date would change the tokens when a run is resumed on a later day.
       seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user sets it.
     """
 
@@ -244,15 +244,15 @@ class MessageProcessor(Templated):
 
 
 class MessagesInput(CorpusInput):
-    """Base of inputs over records with messages; a subclass implements `_processor`.
+    """Base class of inputs over records with messages. A subclass implements `_processor`.
 
     Attributes:
       files: as in `Documents`: JSON lines (also .gz and .zst), Parquet, Arrow or ArrayRecord.
-      source: in place of `files`: `Documents`, or a `Mixture` of several `Documents`. Those without a processor get this
-        input's processor.
+      source: can be set instead of `files`: a `Documents` or a `Mixture` of several `Documents`. This input's processor is
+        used for each `Documents` that has no processor.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `Templated`.
       too_long, other_roles, date: see `MessageProcessor`.
-      window_rows: see `CorpusInput`. None is 64, or fewer if 64 rows would hold too many tokens.
+      window_rows: see `CorpusInput`. None means 64, or fewer if 64 rows would hold too many tokens.
     """
 
     # Data sets of messages are small, and a larger window would delay the first batch by many renderings.
@@ -325,7 +325,7 @@ def conversation_of(document: Document) -> Conversation:
 
 
 def variables_in(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the template variables in a record, its `chat_template_kwargs`. Raises UserError if they are not an object."""
+    """Returns a record's template variables: its entry `chat_template_kwargs`. Raises UserError if it isn't an object."""
     variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")

@@ -12,13 +12,13 @@ import numpy as np
 
 # The largest set whose permutations are stored: 64 MiB each, and about a second to make.
 STORED_SIZE = 2**24
-# Feistel networks of 4 rounds are already hard to tell from random permutations (Luby and Rackoff 1988); 8 are safer.
+# Feistel networks of 4 rounds are hard to distinguish from random permutations (Luby and Rackoff 1988); 8 rounds are safer.
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the entries of an epoch's permutation at `indices`, int64 [n]: numbers of examples.
+    """Returns the numbers of the examples at `indices` of an epoch's permutation, int64 [n].
 
     Args:
       indices: indices into the permutation, from 0 to `size` - 1, int64 [n].
@@ -49,7 +49,7 @@ class KeyedPermutation:
     """
 
     def __init__(self, size: int, seed: int, epoch: int):
-        """Derives the permutation of `size` (1 to 2**62) numbers from `seed` and `epoch`, both 0 or more."""
+        """Makes the permutation for (seed, epoch), both 0 or more. `size` is the number of entries, from 1 to 2**62."""
         self._size = np.uint64(size)
         self._columns = np.uint64(max(1, int(np.ceil(np.sqrt(size)))))
         self._rows = np.uint64(-(-size // int(self._columns)))

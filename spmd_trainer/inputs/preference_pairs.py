@@ -1,12 +1,12 @@
 """Reads preference pairs (a chosen and a rejected answer to one prompt) from records in the forms that TRL reads.
 
-A record has `prompt`, `chosen` and `rejected`, which are all texts or all lists of messages:
+A record has `prompt`, `chosen` and `rejected`. Either all three are texts, or all three are lists of messages:
 
     {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
-    {"prompt": [{"role": "user", "content": "Which colour is the sky?"}],
+    {"prompt": [{"role": "user", "content": "Which color is the sky?"}],
      "chosen": [{"role": "assistant", "content": "Blue."}], "rejected": [{"role": "assistant", "content": "Green."}]}
 
-Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A record with messages may also have
+If `prompt` is missing, the common prefix of `chosen` and `rejected` is the prompt. A record with messages may also have
 `tools` and `chat_template_kwargs` (further variables of the template). Other entries and empty lines are ignored.
 """
 
@@ -29,7 +29,7 @@ ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A preference pair: a prompt, a chosen and a rejected answer, which are all texts or all lists of messages.
+    """A preference pair: a prompt, a chosen and a rejected answer. Either all are texts, or all are lists of messages.
 
     Attributes:
       where: file and line of the pair, for error messages.
@@ -88,9 +88,9 @@ def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
 
 
 def _one_kind(row: dict[str, Any], where: str, roles: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Returns a record's prompt (None if missing), chosen and rejected answer.
+    """Returns a record's prompt (None if missing), chosen answer and rejected answer.
 
-    Raises UserError unless they are all texts, or all lists of messages with known roles.
+    Raises UserError unless either all of them are texts, or all are lists of messages with roles in `roles`.
     """
     given = {name: row[name] for name in ("prompt", *_SIDES) if row.get(name) is not None}
     for name, value in given.items():
@@ -125,8 +125,8 @@ def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
-    """Raises UserError for an empty prompt or answer, a prompt that ends with a message of the assistant, or an answer
-    with messages of other roles, because the loss counts every message of an answer.
+    """Raises UserError if the prompt or an answer is empty, the prompt's last message is the assistant's, or an answer has
+    a message that isn't the assistant's. (The loss includes every message of an answer.)
     """
     if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
@@ -152,9 +152,9 @@ def _is_written(message: dict[str, Any]) -> bool:
 
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Splits two answers into (common beginning, rest of `chosen`, rest of `rejected`).
+    """Splits two answers into (common prefix, rest of `chosen`, rest of `rejected`).
 
-    If the common beginning of two texts ends with a space, the space is moved to both rests.
+    If the answers are texts and their common prefix ends with a space, the space is moved to the start of each rest.
     """
     size = common_length(chosen, rejected)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
@@ -173,6 +173,6 @@ def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[A
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two sequences."""
+    """Returns the length of the common prefix of two sequences."""
     same = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
     return sum(1 for _ in same)

@@ -1,4 +1,4 @@
-"""Input of preference pairs (a chosen and a rejected answer to one prompt), as batches for `decoder.preferences`."""
+"""Input over preference pairs (a chosen and a rejected answer to one prompt). Makes batches for `decoder.preferences`."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ _LOGGED = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(MessageProcessor):
-    """Processor that tokenizes preference pairs: the prompt with the chosen answer, then the prompt with the rejected answer.
+    """Processor that tokenizes preference pairs.
 
-    Both sequences are concatenated. Only the answers' tokens count in the loss, so the loss mask shows where each answer is.
+    A pair's tokens are the prompt with the chosen answer, followed by the prompt with the rejected answer. Only the answers'
+    tokens count in the loss, so the loss mask shows where each answer is.
 
     Attributes:
-      start_id: token to put before each sequence if the pair is of plain texts; None for no token.
+      start_id: token to put before each of the two sequences if the pair consists of plain texts; None for no token.
     """
 
     entries: ClassVar[tuple[str, ...]] = preference_pairs.ENTRIES
@@ -74,9 +75,9 @@ class Pairs(MessageProcessor):
             return BadRecord.of(document.where, error)
 
     def _pair(self, pair: Pair, encoded: Sequence[np.ndarray | BadRecord]) -> CountedTokens | BadRecord:
-        """Returns the concatenated tokens of both sequences, with the answers' tokens marked.
+        """Returns the tokens of a pair, with a loss mask that is True for the answers' tokens.
 
-        Returns a BadRecord if the pair can't be used. `encoded`: the tokens of the texts that `_texts` returns.
+        Returns a BadRecord if the pair can't be used. `encoded` has the tokens of each text that `_texts` returns.
         """
         bad = [one for one in encoded if isinstance(one, BadRecord)]
         if bad:
@@ -145,16 +146,16 @@ class Pairs(MessageProcessor):
 class PreferenceInput(MessagesInput):
     """Input over preference pairs: each pair is one row of a batch. `preference_pairs` describes the records in the files.
 
-    A chat template renders messages with all special tokens. A text gets the start token (if `start` gives one) before it, and
-    end-of-text after it unless it already ends with end-of-text. As in TRL, prompt and answer are encoded together, and the
-    answer begins at the first token that differs from the encoded prompt.
+    A chat template renders messages with all special tokens. For plain texts, the input puts the start token (if `start` gives
+    one) before the prompt, and end-of-text after the answer unless the answer already ends with it. As in TRL, prompt and
+    answer are encoded together, and the answer begins at the first token that differs from the encoded prompt.
 
-    A batch of B pairs has `chosen` and `rejected`. Each of these two has arrays with a row of prompt and answer per pair: `ids`,
-    `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`, `weights` float32 [B, T]. `weights` is 1 for the labels of
-    the answer. The batch also has `pair_index` int32 [B], the number of each pair in the files, from 0 to `num_pairs` - 1, or
-    -1 in rows that fill up the last batch; and `eval_sample_weights` float32 [B]. With `reference='file'`, `chosen` and
-    `rejected` also have `reference_logps` int32 [B]: the bits of float32 log-probabilities, as integers because a step in
-    bfloat16 would round floats.
+    A batch of B pairs has `chosen` and `rejected`. Each of them is a NestedMap of arrays, in which row b is the prompt and one
+    answer of pair b: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`, `weights` float32 [B, T].
+    `weights` is 1 for the labels of the answer. The batch also has `eval_sample_weights` float32 [B] and `pair_index` int32
+    [B], the number of each pair in the files, from 0 to `num_pairs` - 1, or -1 in rows that fill up the last batch. With
+    `reference='file'`, `chosen` and `rejected` also have `reference_logps` int32 [B]. These are the bits of float32
+    log-probabilities, stored as integers because a step in bfloat16 would round floats.
 
     Training is endless: each epoch gives each pair once, in an order drawn from (input_random_seed, epoch); files that can only
     be read in order are shuffled in windows (`Documents.shuffle`). Evaluation gives each pair once.
@@ -164,7 +165,7 @@ class PreferenceInput(MessagesInput):
       tokenizer, eos_id, start: see `text_base.TokenizedInput`. `start` is for pairs of plain texts only.
       seq_len: tokens per row, T.
       too_long: what to do with pairs whose prompt and answer have more than T + 1 tokens, see `messages.MessageProcessor`.
-        Answers are never cut: a cut answer is not the answer that was compared.
+        Answers are never cut, because the preference is for the whole answer.
       shuffle, window_rows, bad_records: see `CorpusInput`.
       reference: 'file' adds the reference model's log-probabilities, which the trainer computes once and keeps in the
         job_log_dir. None is for models that need no reference or compute it themselves.
@@ -208,7 +209,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def _ends(self) -> list[list[int]]:
-        """For each source, a list whose item i is the number of pairs before chunk i, for the chunks counted so far."""
+        """For each source, a list whose item i is the number of pairs before chunk i. `_in_source` extends the lists."""
         return [[0] for _ in self._opened]
 
     @functools.cached_property
@@ -217,7 +218,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
-        """Checksum of everything that decides the pairs' tokens: file contents, tokenizer and processors. Reads the files."""
+        """Checksum of everything on which the pairs' tokens depend: files, tokenizer and processors. Reads the files."""
         made = [self.tokenizer.fingerprint(), [one.made_by for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
         for path in self.paths:
@@ -277,7 +278,7 @@ class PreferenceInput(MessagesInput):
         return batch
 
     def _logps_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Returns the reference model's log-probabilities of B pairs, given their numbers: float32 [B, 2], 0 for number -1."""
+        """Returns reference log-probabilities, float32 [B, 2], of the pairs with these numbers; 0 for -1, a padding row."""
         found: np.ndarray = np.where(pairs[:, np.newaxis] >= 0, self._logps[pairs], np.float32(0))
         lacking = pairs[np.isnan(found).any(axis=1)]
         if len(lacking):

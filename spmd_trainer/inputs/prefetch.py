@@ -46,9 +46,9 @@ class Prefetcher(Iterator[Prefetched]):
     """Iterates over an input's batches, which a background thread prepares ahead of time.
 
     The thread gets a batch with `get_next_padded`, passes it to `put`, and pauses while `depth` batches are ready. A
-    checkpoint must save `state`, the position after the last batch that the iterator returned, because the thread is ahead
-    of it. The end of the input (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. For any other error of
-    the input or of `put`, `__next__` first returns the batches before the error, and then raises it at each call.
+    checkpoint must save `state`, the position after the last batch that the iterator returned. (The input's own position is
+    ahead of it.) The iteration stops when the input raises StopIteration or TensorFlow's OutOfRangeError. After any other
+    error of the input or of `put`, `__next__` first returns the batches made before the error, and then always raises it.
 
     While a Prefetcher is open, only its thread may use the input. After `close()`, the input may be up to `depth`
     batches ahead of `state`; call its `set_state(prefetcher.state)` or `reset()` before using it again.

@@ -45,7 +45,7 @@ class BrokenRecord(UserError):
 
 
 class RecordSource(IndexedFiles):
-    """Base of the classes that read the records of TFRecord files. Several threads may read at the same time."""
+    """Base class of the readers of TFRecord files. Several threads may read at the same time."""
 
     kind = "tfrecord"
 
@@ -66,12 +66,12 @@ class RecordFiles(RecordSource):
         """Finds the records of all files.
 
         Args:
-          source: a list of paths, folders and glob patterns, a single one of these, or a function without arguments that
-            returns either.
+          source: a path, folder or glob pattern; a list of these; or a function without arguments that returns one of them
+            or a list.
 
         Raises:
           UserError: there are no files or no records; or a file can't be read, is compressed or is broken. For a broken
-            file, the message names the file, the record and the byte at which it begins.
+            file, the message names the file, the broken record, and the byte offset of this record.
         """
         super().__init__(files.find_files(source))
 
@@ -85,7 +85,7 @@ class RecordFiles(RecordSource):
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Checksum of the sizes of all files and records. Content that changes without changing a size goes unnoticed."""
+        """Checksum of the sizes of all files and records. It doesn't depend on the records' content."""
         crc = self.found.checksum
         for bounds in self._starts:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
@@ -94,11 +94,11 @@ class RecordFiles(RecordSource):
         return crc
 
     def describe(self, record: int) -> str:
-        """Formats where a record is, for messages: 'FILE, record 7 (at byte 1234)'. Both numbers count from 0."""
+        """Returns the location of a record for messages: 'FILE, record 7 (at byte 1234)'. Both numbers count from 0."""
         return self.where(*self.shards.locate(record))
 
     def data(self, records: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Returns the data of the records with the given numbers, [n] in any order.
+        """Returns the data of the n records with these numbers, which may be in any order.
 
         Raises:
           BrokenRecord: a record doesn't match its checksum. The message names the file and the record.
@@ -144,7 +144,7 @@ def begins_with_record(head: bytes) -> bool:
 
 
 def _length(frame: bytes) -> int | None:
-    """Returns the length with which the bytes of a record begin, or None if the length doesn't match its checksum."""
+    """Returns the data length in the header with which `frame` begins; None if it doesn't match the header's checksum."""
     length, crc = _HEADER.unpack_from(frame)
     return length if crc == _length_crc(length) else None
 
@@ -155,14 +155,14 @@ def _length_crc(length: int) -> int:
 
 
 def bounds_of(path: str, total: int) -> np.ndarray:
-    """Returns the offsets at which the records of a file of `total` bytes begin, and the last one ends: int64 [records + 1]."""
+    """Returns the byte offset of each record in a file of `total` bytes, and the end of the last one: int64 [records + 1]."""
     if total < _CACHED_BYTES:
         return _find_records(path, total)
     return local_copies.cached_index(path, "records", lambda: _find_records(path, total))
 
 
 def _find_records(path: str, total: int) -> np.ndarray:
-    """Finds the offsets that `bounds_of` returns. Of large records, reads only the length and its checksum."""
+    """Finds the offsets that `bounds_of` returns. Doesn't read the data of large records."""
     bounds = array.array("q", [0])
     if total:
         with epath.Path(path).open("rb") as file:
@@ -171,7 +171,7 @@ def _find_records(path: str, total: int) -> np.ndarray:
 
 
 def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> None:
-    """Appends the offset at which each record of the file ends to `bounds`, which begins with 0."""
+    """Finds the records of a file. Appends each record's end offset to `bounds`, which has the single item 0 at first."""
     block = file.read(_BLOCK)
     if block[: len(_GZIP)] == _GZIP and (total < _FRAME or _length(block) is None):
         raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
@@ -198,7 +198,7 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
 
 
 def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
-    """Returns the error for a broken record that begins at the last offset in `bounds`. `wrong` says what is wrong."""
+    """Returns the error for the broken record at offset `bounds[-1]`. `wrong` says why, e.g. 'the file ends inside it'."""
     whole = len(bounds) - 1
     return UserError(
         f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
@@ -206,5 +206,5 @@ def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
 
 
 def describe(path: str, number: int, offset: int) -> str:
-    """Formats where a record is, for messages: 'FILE, record 7 (at byte 1234)'."""
+    """Returns the location of a record for messages: 'FILE, record 7 (at byte 1234)'."""
     return f"{path}, record {number} (at byte {offset})"

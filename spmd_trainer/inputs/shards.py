@@ -49,8 +49,8 @@ class ShardIndex:
         """Groups record numbers, int64 [n] in any order, by shard.
 
         Yields:
-          For each shard with m of these records: the shard; the indices of its records in `numbers`, int64 [m]; and their
-          numbers within the shard, int64 [m].
+          One tuple for each shard that has some of the records: the shard; the indices in `numbers` of its m records, int64
+          [m]; and the numbers of these records within the shard, int64 [m].
         """
         numbers = np.asarray(numbers)
         if not len(numbers):
@@ -72,7 +72,10 @@ class LRUCache(Generic[T]):
     """
 
     def __init__(self, most: int, *, size_of: Callable[[T], int] | None = None, most_size: int = 0):
-        """Keeps at most `most` (>= 1) objects; with `size_of`, also at most `most_size` in total, but at least one object."""
+        """Limits the number of objects to `most` (1 or more).
+
+        If `size_of` is given, the sum of the objects' sizes is limited to `most_size`, too, unless only one object is left.
+        """
         self._most, self._size_of, self._most_size = most, size_of, most_size
         self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -118,12 +121,12 @@ class OpenFiles:
     """Reads byte ranges of a data source's files, which are opened at their first read. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = MAX_OPEN):
-        """Stores the paths. `sizes`: bytes of each file when the data source was opened. At most `most` files stay open."""
+        """Stores the files' paths, and their sizes in bytes when the data source was opened. Keeps up to `most` files open."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
         self._open: LRUCache[OpenFile] = LRUCache(most)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
-        """Returns bytes [start, stop) of file `index`. Raises UserError if the file can't be read or has changed its size."""
+        """Returns bytes [start, stop) of file `index`. Raises UserError if the file can't be read or its size has changed."""
         path = self._paths[index]
         with files.readable(path):
             content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)

@@ -1,7 +1,7 @@
 """Source files of the running Python's standard library, as real text that every machine has.
 
-Python 3.11 has about 12 MB in 700 files. About 1 file in 20 is held out for evaluation, the others are for training. A
-checksum of a file's relative path decides, so a file stays in its set when a Python version adds or drops other files.
+Python 3.11 has about 12 MB in 700 files. About 1 file in 20 is held out for evaluation, the others are for training. Each
+file is assigned by a checksum of its relative path, so it stays in its set when a Python version adds or drops other files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ONE_IN = 20
 
 
 def stdlib_train_files() -> tuple[str, ...]:
-    """Returns the sorted paths of the standard library's source files for training. Raises UserError as `stdlib_files`."""
+    """Returns the sorted paths of the standard library's training files. Raises UserError as `stdlib_files` does."""
     return tuple(path for relative, path in stdlib_files() if not is_heldout(relative))
 
 
 def stdlib_heldout_files() -> tuple[str, ...]:
-    """Returns the sorted paths of the standard library's held-out source files. Raises UserError as `stdlib_files`."""
+    """Returns the sorted paths of the standard library's held-out files. Raises UserError as `stdlib_files` does."""
     return tuple(path for relative, path in stdlib_files() if is_heldout(relative))
 
 

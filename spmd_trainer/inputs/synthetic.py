@@ -20,11 +20,11 @@ from spmd_trainer.inputs.permutations import mix
 
 
 class _SyntheticBase(indexed.IndexedInput):
-    """Base of the synthetic inputs.
+    """Base class of the synthetic inputs.
 
     Attributes:
       num_examples: number of examples. Training repeats them in the same order. Evaluation gives each example once, fills up
-        the last batch with rows of weight 0, then raises StopIteration. None makes endlessly many different examples.
+        the last batch with rows of weight 0, then raises StopIteration. None makes an endless sequence of different examples.
     """
 
     num_examples: int | None = None
@@ -55,7 +55,7 @@ class SyntheticInput(_SyntheticBase):
 
     Attributes:
       specs: {name: (shape without the batch dimension, dtype, maxval)}. Values lie in [0, maxval); bool ignores maxval.
-        A dot in a name nests: 'src.ids' becomes batch.src.ids.
+        A name with a dot makes a nested entry: 'src.ids' becomes batch.src.ids.
     """
 
     specs: Any = None
@@ -106,8 +106,8 @@ class SyntheticInput(_SyntheticBase):
 class SyntheticLmInput(_SyntheticBase):
     """A synthetic language in which each token determines the next one. Batches match `batches.lm_input_specs`.
 
-    Token t is followed by (5 t + 3) mod vocab_size; a row starts with a random token. A model that learns this rule reaches a
-    loss near 0; a model that ignores its input stays near log(vocab_size). Rows have no padding.
+    The token after token t is (5 t + 3) mod vocab_size, and a row starts with a random token. A model that learns this rule
+    reaches a loss near 0. A model that ignores its input stays near log(vocab_size). Rows have no padding.
 
     Attributes:
       seq_len: tokens per row, T.
@@ -149,7 +149,7 @@ class SyntheticLmInput(_SyntheticBase):
 
 @functools.lru_cache(maxsize=8)
 def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (factors, offsets), both int64 [length]: i tokens after token t is (factors[i] * t + offsets[i]) % vocab_size."""
+    """Returns (factors, offsets), both int64 [length]. The i-th token after t is (factors[i] * t + offsets[i]) % vocab_size."""
     factors, offsets = np.ones(length, np.int64), np.zeros(length, np.int64)
     for i in range(1, length):
         factors[i] = 5 * factors[i - 1] % vocab_size

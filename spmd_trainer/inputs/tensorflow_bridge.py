@@ -48,7 +48,7 @@ def import_tensorflow() -> Any:
     keep_quiet()
     import tensorflow as tf
 
-    with contextlib.suppress(RuntimeError):  # already initialised; its devices can't be changed
+    with contextlib.suppress(RuntimeError):  # already initialized; its devices can't be changed
         tf.config.set_visible_devices([], "GPU")
     return tf
 

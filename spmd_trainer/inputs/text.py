@@ -1,4 +1,4 @@
-"""Text files as tokens: windows and packed documents for training and evaluation, prompts for decoding.
+"""Inputs over text files: windows and packed documents for training and evaluation, prompts for decoding.
 
 Without a tokenizer, a token is a byte (0 to 255) or `eos_id`, end-of-text. The tokens of the files, in order and with
 one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; let s[-1] be end-of-text too. Window w of T
@@ -35,9 +35,9 @@ _BYTES_PER_TOKEN = 8
 
 
 class PromptRows(text_base.TokenizedFiles):
-    """Base of inputs of prompts for `LanguageModel.decode`: gives each prompt once, in order, then raises StopIteration.
+    """Base class of inputs for `LanguageModel.decode`. Gives each prompt once, in order, then raises StopIteration.
 
-    A batch of B rows is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1
+    A batch of B rows is a NestedMap of numpy arrays: `ids` int32 [B, P], left-aligned prompts; `paddings` float32 [B, P], 1
     after the end of the prompt; `weights` float32 [B, P], 1 for the prompt's tokens and 0 after them; `prefix_lengths` int32
     [B], number of tokens in the prompt; `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B], 1 for
     a prompt. Rows that fill up the last batch hold one token, with `weights` and `eval_sample_weights` 0 and `prompt_index` -1.
@@ -113,7 +113,7 @@ class PromptRows(text_base.TokenizedFiles):
 
 
 class TextInput(text_base.TokenizedFiles):
-    """Language-model input over text files, whose tokens form one stream that is cut into windows of T tokens.
+    """Language-model input over text files. Their tokens form one stream, which is cut into windows of T tokens.
 
     Training (`is_training=True`) is endless: each epoch gives every window once, in an order drawn from (input_random_seed,
     epoch). Evaluation gives every window once, in the order of the files, then raises StopIteration until `reset()`. Without a
@@ -121,8 +121,8 @@ class TextInput(text_base.TokenizedFiles):
     files are read before the first batch.
 
     A batch of B rows is a NestedMap of numpy arrays: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
-    `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is one segment (1). Where `weights` is 0, `paddings`
-    is 1 and the other arrays are 0.
+    `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is a single segment, with the id 1. At positions
+    whose `weights` are 0, `paddings` are 1 and the other arrays 0.
 
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into
@@ -184,17 +184,17 @@ class TextInput(text_base.TokenizedFiles):
         return -(-self._stream_len // self.seq_len)
 
     def _numbers(self, windows: np.ndarray) -> np.ndarray:
-        """Converts numbers of windows among the windows used to their numbers in the whole stream, int64 [n].
+        """Converts indices among the windows that are used (see `max_windows`) to indices among all windows of the stream.
 
-        Window `num_windows`, one past the last window used, becomes the number one past the stream's last window.
+        Both are int64 [n]. The index after the last used window becomes the index after the stream's last window.
         """
         return windows * self._windows_of_stream // self.num_windows
 
     @functools.cached_property
     def _windows(self) -> np.ndarray:
-        """The tokens of the windows used, `token_dtype` [num_windows + 1, T + 1]. The last row is an empty window.
+        """The tokens of the windows that are used (see `max_windows`), `token_dtype` [num_windows + 1, T + 1].
 
-        Each row has the token before a window, followed by the window's T tokens.
+        Each row has the token before a window, then the window's T tokens. The last row is an empty window.
         """
         stream = np.zeros((self._windows_of_stream + 1) * self.seq_len + 1, self.token_dtype)
         stream[0] = self.tokenizer.eos_id

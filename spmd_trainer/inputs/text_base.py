@@ -1,4 +1,4 @@
-"""Base classes of the inputs over text: with a tokenizer (`TokenizedInput`), and also with text files (`TokenizedFiles`)."""
+"""Base classes of the inputs over text: inputs with a tokenizer, and inputs with a tokenizer and text files."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def reads_texts(input_p: Any) -> bool:
 
 
 class TokenizedInput(indexed.IndexedInput):
-    """Base of inputs whose rows hold the tokens of texts.
+    """Base class of inputs whose rows hold the tokens of texts.
 
     Attributes:
       tokenizer: None makes each byte a token. Otherwise the path of a SentencePiece .model file, of a Hugging Face
         tokenizer.json or of a folder that holds one; a `tokenizers.Tokenizer` or a fast tokenizer of transformers; or
         an object with the methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, this
         attribute is the tokenizer object.
-      eos_id: id of end-of-text. None is 256 for byte tokens (a vocabulary of 257), or else the tokenizer's own id. It can be
-        set only for byte tokens and Hugging Face tokenizers.
+      eos_id: id of end-of-text. It can be set only for byte tokens and Hugging Face tokenizers. None means 256 for byte tokens
+        (a vocabulary of 257 tokens), and otherwise the tokenizer's own id.
       start: the token before the first token of each text. 'eos': end-of-text, as in Pax. 'bos': the tokenizer's
-        beginning-of-text. 'none': no token: a prompt begins with its own first token, and in training a text follows
-        the previous end-of-text. 'tokenizer': as transformers does, that is 'bos' if a Hugging Face tokenizer's
-        post-processor adds beginning-of-text, and 'none' if it doesn't.
+        beginning-of-text. 'none': no token. A prompt then begins with its own first token, and in training a text follows
+        the previous text's end-of-text. 'tokenizer': as in transformers, 'bos' if a Hugging Face tokenizer's post-processor
+        adds beginning-of-text, and otherwise 'none'.
     """
 
     tokenizer: Any = None
@@ -52,12 +52,12 @@ class TokenizedInput(indexed.IndexedInput):
 
     @property
     def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs for ordinary texts, which don't spell out any special tokens."""
+        """Vocabulary size that a model needs for ordinary texts, in which no special token is written out."""
         of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
         return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
     def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Makes tokens >= `model_vocab_size`, which the model can't embed, an error. It is called before the first batch."""
+        """Sets the model's vocabulary size. Tokens outside the vocabulary are then errors. Called before the first batch."""
         self._model_vocab_size = model_vocab_size
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
@@ -66,7 +66,7 @@ class TokenizedInput(indexed.IndexedInput):
         return self.tokenizer.decode(ids, lengths)
 
     def make_tokenizer(self) -> None:
-        """Sets `tokenizer` to the tokenizer object, and `start_id`. Subclasses call it at construction.
+        """Sets `tokenizer` to the tokenizer object and `start_id` to the start token's id. Subclasses call it at construction.
 
         Raises UserError if the setting `tokenizer`, `eos_id` or `start` is invalid.
         """
@@ -75,15 +75,15 @@ class TokenizedInput(indexed.IndexedInput):
 
 
 class TokenizedFiles(TokenizedInput):
-    """Base of inputs over text files.
+    """Base class of inputs over text files.
 
     Attributes:
-      files: a list of paths, folders and glob patterns ('corpus/*.txt' or 'corpus/**/*.txt', whose matches are sorted), a
-        single one of these, or a function without arguments that returns either.
+      files: a path, folder or glob pattern ('corpus/*.txt' or 'corpus/**/*.txt', whose matches are sorted); a list of these;
+        or a function without arguments that returns one of them or a list.
       tokenizer, eos_id, start: see `TokenizedInput`.
-      allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet,
-        gzip, TFRecord, ...), files whose name or first bytes show that they are JSON and, if the tokenizer needs UTF-8, files
-        with NUL bytes.
+      allow_binary: True reads any file. False makes a file an error if its first bytes show a format that isn't text (Parquet,
+        gzip, TFRecord, ...), or if its name or first bytes show that it is JSON. With a tokenizer that needs UTF-8, NUL bytes
+        or invalid UTF-8 among the first bytes are an error, too.
     """
 
     files: Any = None
@@ -101,18 +101,18 @@ class TokenizedFiles(TokenizedInput):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the files, in the order in which their tokens follow each other."""
+        """Paths of the files, in the order in which they are read."""
         return self.found.paths
 
     def refuse_unknown_ids(self, tokens: np.ndarray, path: str) -> None:
-        """Raises UserError, which names the file `path`, if one of its tokens [n] is not below the model's vocabulary size."""
+        """Raises UserError, which names the file `path`, if one of its tokens [n] is outside the model's vocabulary."""
         limit = self._model_vocab_size
         if limit is not None and len(tokens) and tokens.max() >= limit:
             raise self.error(f"{path} {tokenizers.unknown_token(tokens.max(), limit)}")
 
     @property
     def token_dtype(self) -> Any:
-        """Dtype of stored tokens: uint16 if it holds every token of the vocabulary, otherwise uint32."""
+        """Dtype in which tokens are stored: uint16 if all token ids fit in it, otherwise uint32."""
         return tokenizers.token_dtype(self.vocab_size)
 
     @property
@@ -122,7 +122,7 @@ class TokenizedFiles(TokenizedInput):
     def tokens_of_file(self, index: int) -> np.ndarray:
         """Returns the tokens of file `index` followed by end-of-text, `token_dtype` [n].
 
-        They begin with the start token if `start` gives one that is not end-of-text.
+        If `start` gives a start token other than end-of-text, that token comes first.
 
         Raises:
           UserError: the file can't be read, the tokenizer can't encode it, or a token is outside the model's

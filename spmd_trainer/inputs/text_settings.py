@@ -28,7 +28,7 @@ class _TextConfig(Settings):
     """Settings that both modes share: the text to read, and where to write the result.
 
     Attributes:
-      files: the command's positional arguments: paths, globs or directories, local or with gs://, s3:// or hf://.
+      files: the command's positional arguments: local or remote (gs://, s3://, hf://) paths, globs or directories.
     """
 
     files: Sequence[str]
@@ -104,7 +104,7 @@ class TokeniseConfig(_TextConfig):
             )
 
     def of_conversations(self) -> dict[str, Any]:
-        """Returns {name: value} of the settings for `inputs.Chat` that were given: `seq_len`, `chat_template`, ..."""
+        """Returns {name: value} of the settings for conversations (`seq_len`, `chat_template`, ...) that aren't None."""
         found = {name: getattr(self, name) for name in ("seq_len", "chat_template", "turns", "too_long")}
         return {name: value for name, value in found.items() if value is not None}
 

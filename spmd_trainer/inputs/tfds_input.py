@@ -29,7 +29,7 @@ class TfdsInput(examples_lib.ExamplesInput):
     Attributes:
       dataset: name of the dataset ('mnist', 'mnist:3.0.1', 'glue/cola'), or the directory of a prepared version.
       split: split in TFDS's syntax: 'train', 'train[:80%]', 'train+test'.
-      data_dir: directory that holds the prepared datasets; None is TFDS's default.
+      data_dir: directory that holds the prepared datasets; None means TFDS's default directory.
       features: names of features to use, or {name in the batch: feature}; None uses all numeric features with a fixed
         shape.
       example_fn: a function from an example (a dict of numpy arrays, with all features) to a dict of arrays with fixed
@@ -136,7 +136,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
 
 def _tfrecord_reader(instructions: list[Any], features: Any) -> Callable[[int], dict[str, Any]]:
-    """Returns a function that returns an example of a split, given its number. The split is prepared as TFRecord files.
+    """Returns a reader of a TFDS split that is prepared as TFRecord files: a function from an example's number to the example.
 
     Args:
       instructions: the `file_instructions` of the TFDS split.

@@ -26,9 +26,9 @@ class Feature:
     Attributes:
       shape: shape of the feature's array in one example.
       dtype: dtype of the array. With encoding 'numbers', a value that doesn't fit this dtype is an error.
-      encoding: how the Example holds the array. 'numbers': a list of floats (for a float dtype) or integers (for other
+      encoding: how the Example stores the array. 'numbers': a list of floats (for a float dtype) or integers (for other
         dtypes) that fills `shape`. 'raw': one string with the array's bytes in row-major order, little endian. 'image': one
-        string with a PNG, JPEG, GIF or BMP image, whose `shape` is [height, width, channels] and `dtype` uint8.
+        string with a PNG, JPEG, GIF or BMP image; `shape` must then be [height, width, channels] and `dtype` uint8.
       key: the feature's key in the Example; None means the same as the feature's name in the batch.
     """
 
@@ -44,11 +44,11 @@ class TfRecordInput(examples_lib.ExamplesInput):
     Example: `features={'image': Feature((28, 28, 1), 'uint8', 'image', key='image/encoded'), 'label': Feature((), 'int32')}`
     gives batches of B rows: `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
 
-    A broken file is an error: when the files are opened if a record's length is wrong, otherwise when the record is read.
+    Broken records are errors. A wrong length is found when the files are opened, wrong data when the record is read.
 
     Attributes:
-      files: a path, folder or glob pattern ('records/*.tfrecord', whose matches are sorted), a list of these, or a
-        function without arguments that returns either. The files must not be compressed.
+      files: a path, folder or glob pattern ('records/*.tfrecord', whose matches are sorted); a list of these; or a
+        function without arguments that returns one of them or a list. The files must not be compressed.
       features: {name in the batch: Feature}. A feature with the name 'a.b' becomes `batch['a']['b']`.
     """
 
@@ -107,7 +107,7 @@ class ExampleParser:
     """Parses batches of serialized tf.train.Examples with TensorFlow."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
-        """`features` is {name in the batch: Feature}; `describe(i)` names the record of row i in error messages."""
+        """Stores the features, {name in the batch: Feature}. `describe(i)` names the record of row i in error messages."""
         # A shape may be a list, which doesn't equal an image's.
         self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
@@ -154,7 +154,7 @@ class ExampleParser:
         return cast
 
     def _explain(self, tf: Any, serialized: list[bytes], wanted: dict[str, Any]) -> UserError:
-        """Returns the error for the row that TensorFlow could not parse: its own error for a batch doesn't name the row."""
+        """Returns the error for the first row that TensorFlow can't parse. (TensorFlow's error for a batch names no row.)"""
         for row, record in enumerate(serialized):
             try:
                 tf.io.parse_example([record], wanted)
@@ -169,7 +169,7 @@ class ExampleParser:
 
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
-    """Returns `tf.io.parse_example` compiled for the features `wanted`, which takes a third less time per call."""
+    """Returns `tf.io.parse_example` compiled for the features `wanted`. Compiled, a call takes a third less time."""
     tf = import_tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)

@@ -21,8 +21,8 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     """Returns the bytes that each token stands for, from token 0 to token vocab_size - 1.
 
-    Special tokens of Hugging Face tokenizers have the bytes of their spelling. Unused ids, end-of-text of a
-    `ByteTokenizer` and control pieces of a SentencePiece model have no bytes.
+    A special token of a Hugging Face tokenizer stands for its text, e.g. b'<s>'. Unused ids, end-of-text of a
+    `ByteTokenizer` and control pieces of a SentencePiece model stand for b''.
 
     Raises:
       UserError: a token's text depends on the neighboring tokens, or the kind of tokenizer is unsupported.
@@ -56,7 +56,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mapping[str, int], name: str) -> bytes:
-    """Returns the bytes of a token with this spelling.
+    """Returns the bytes that a token stands for. `spelling` is the token as written in the vocabulary.
 
     `steps`: the decoder's steps in the tokenizer.json. `alphabet`: {symbol: byte} of byte-level tokenizers. `name`: name of
     the tokenizer, for error messages.

@@ -33,8 +33,8 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
 
     Args:
       given: a path, a tokenizer object or its config, see `text_base.TokenizedInput`; None makes each byte a token.
-      eos_id: id of end-of-text, for byte tokens and Hugging Face tokenizers only. None is 256 for byte tokens, or else the
-        tokenizer's own id.
+      eos_id: id of end-of-text, for byte tokens and Hugging Face tokenizers only. None means 256 for byte tokens, and otherwise
+        the tokenizer's own id.
 
     Raises:
       UserError: `given` is not a tokenizer or can't be read, or the tokenizer does not accept `eos_id`.

@@ -1,8 +1,9 @@
 """`--mode=tokenizer`: trains a tokenizer on a corpus, for `HuggingFaceTokenizer` or `SentencePieceTokenizer`.
 
-Decoding restores every text byte for byte: text is not normalized, spaces are kept, and a character without a token is encoded as
-bytes. There are two exceptions. A special token that a text spells is left out, and with a SentencePiece model U+2581, which
-SentencePiece uses as its mark for a space, becomes a space. The same files and settings give the same tokenizer.
+Decoding restores every text byte for byte: text is not normalized, spaces are kept, and a character without a token is
+encoded as bytes. There are two exceptions: decoding drops special tokens that are written out in a text, and with a
+SentencePiece model, U+2581 (SentencePiece's mark for a space) becomes a space. The same files and settings give the same
+tokenizer.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
 
 
 def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
-    """Returns the settings with `eos` as end-of-text if none is given, and end-of-text left out of `special_tokens`.
+    """Returns the settings, with `eos` as end-of-text if they name none, and without end-of-text in `special_tokens`.
 
     Raises:
       UserError: a special token has the name of a token that SentencePiece makes itself.
@@ -109,7 +110,7 @@ class Texts(Iterable[str]):
     """Iterates over the texts of a corpus, and logs how many documents it has read."""
 
     def __init__(self, config: TokenizerConfig):
-        """Opens the corpus. Raises UserError if it can't be read, or holds tokens in place of text."""
+        """Opens the corpus. Raises UserError if it can't be read, or consists of tokens instead of text."""
         require_one_of("bad_records", config.bad_records, encoding.BAD_RECORDS)
         self._skips = config.bad_records == encoding.SKIP
         source = open_documents(config.documents())
@@ -223,7 +224,7 @@ def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: A
 
 
 def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
-    """Trains a tokenizer of Hugging Face's library. End-of-text is the first of its special tokens.
+    """Trains a tokenizer for Hugging Face's library. The tokenizer's first special token is end-of-text.
 
     Raises:
       UserError: the package tokenizers is missing, or the text is too small for `vocab_size`.
@@ -260,7 +261,7 @@ def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerCon
     """
     import sentencepiece
 
-    # A text that spells the token of a byte, '<0x0A>', can be encoded by other tokens only if these characters have tokens.
+    # A text with the characters '<0x0A>' must not become the token of a byte. So these characters need tokens of their own.
     required = f"<>x{string.digits}ABCDEF"
     content = train_sentencepiece(
         texts, config, eos_piece=config.eos or _EOS, required_chars=required, character_coverage=0.9995
@@ -279,7 +280,7 @@ def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerCon
 
 
 def _in_thread(train: Callable[[], _Made]) -> _Made:
-    """Calls `train` in a separate thread, so that Ctrl-C interrupts the main thread, and returns the result."""
+    """Calls `train` in a separate thread and returns its result. Ctrl-C can then interrupt the main thread."""
     done: concurrent.futures.Future[_Made] = concurrent.futures.Future()
 
     def run() -> None:
@@ -293,9 +294,9 @@ def _in_thread(train: Callable[[], _Made]) -> _Made:
 
 
 def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
-    """Raises UserError if a folder holds files other than an earlier tokenizer's.
+    """Raises UserError if a folder holds any files other than those of a tokenizer.
 
-    For example, in the folder of a model, the new tokenizer would replace the model's own tokenizer.
+    In a model's folder, for example, the new tokenizer would replace the model's own tokenizer.
     """
     own = {TOKENIZER_FILE, STATING_FILES[0], *([TEMPLATE_FILE] if has_template else [])}
     held = reading.names(os.fspath(folder)) if folder.exists() else []

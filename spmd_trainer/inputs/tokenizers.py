@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
         """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops end-of-text."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns settings and checksums of everything that decides a text's tokens, as JSON values."""
+        """Returns settings and checksums of everything on which a text's tokens depend, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ class SentencePieceTokenizer:
         return max(len(self._processor.id_to_piece(i).encode()) for i in range(self.vocab_size))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
-        """Returns the tokens of a text, int32 [n]. `cut`: ignore an incomplete character at the end of the text.
+        """Returns the tokens of a text, int32 [n]. If `cut` is True, ignores an incomplete last character.
 
         Raises:
           UserError: the text is too large or isn't UTF-8. The message names the file `path`, and the byte and line that
@@ -169,9 +169,9 @@ class SentencePieceTokenizer:
         return np.asarray(self._processor.encode(_checked(text, path, cut=cut), out_type=int), np.int32)
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Uses all cores.
+        """Returns a list with the tokens of each text, int32 [n]. Uses all cores.
 
-        Raises UserError as `encode` does. `wheres` are the texts' names in error messages.
+        Raises UserError as `encode` does. `wheres` has the name of each text for error messages.
         """
         decoded = [_checked(text, where) for text, where in zip(texts, wheres, strict=True)]
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(decoded, out_type=int)]
@@ -243,7 +243,7 @@ def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]
 
 
 def ids_of_text(ids: Any, lengths: Any, limit: int, eos_id: int) -> list[np.ndarray]:
-    """Returns the first lengths[b] ids of each row b of `ids` [B, T], without end-of-text and ids not in 0 to `limit` - 1."""
+    """Returns the first lengths[b] ids of each row b of `ids` [B, T]. Drops end-of-text and ids outside 0 to `limit` - 1."""
     rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
     return [row[(row >= 0) & (row < limit) & (row != eos_id)] for row in rows]
 
@@ -258,5 +258,5 @@ def unknown_token(token: int, limit: int) -> str:
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Returns the dtype in which inputs store tokens: uint16 if it holds every token of the vocabulary, otherwise uint32."""
+    """Returns the dtype in which inputs store tokens: uint16 if all token ids fit in it, otherwise uint32."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32

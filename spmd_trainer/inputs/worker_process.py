@@ -1,6 +1,6 @@
 """Worker processes, which tokenize, decode images or render chat templates for the trainer.
 
-Requests and answers are bytes in a pipe. When the trainer ends, the pipe closes, and the worker process ends too.
+Requests and answers are bytes in a pipe. When the trainer exits, the pipe closes, and the worker process exits too.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Seconds that a worker process may take to end after it has closed its pipe.
+# Seconds that a worker process may take to exit after it has closed its pipe.
 _GRACE_SECONDS = 5
 
 
 class EndedError(Exception):
-    """A worker process ended instead of answering. The message says how: 'ended with status 1'.
+    """A worker process exited instead of answering. The message says how: 'ended with status 1'.
 
     Attributes:
-      status: the process's exit status, negative for a signal; None if the process could not be started, was stopped before
+      status: the process's exit status (negative for a signal). None if the process could not be started, was stopped before
         its start, or closed its pipe but kept running.
     """
 
@@ -34,7 +34,7 @@ class EndedError(Exception):
 
     @classmethod
     def of_status(cls, status: int) -> EndedError:
-        """Returns the error for a process that has ended with this exit status, which is negative for a signal."""
+        """Returns the error for a process that exited with this status. A negative status means a signal."""
         if status >= 0:
             return cls(f"ended with status {status}", status)
         name = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
@@ -43,7 +43,7 @@ class EndedError(Exception):
 
 
 class WorkerProcess:
-    """A worker process that starts at its first request, and starts again at the next request if it has ended.
+    """A worker process. It starts at the first request, and if it exits, it is started again at the next request.
 
     The process runs in a separate session, so that Ctrl-C in a terminal reaches only the trainer.
     """
@@ -53,7 +53,7 @@ class WorkerProcess:
 
         Args:
           command: the program to run. The number of the pipe's file descriptor is appended to it as an argument.
-          arguments: further arguments, which come after this number. The list is read when the process starts.
+          arguments: further arguments, appended after that number. The list is read when the process starts.
           first: bytes to send to each new process before its first request; empty sends nothing.
           **settings: further arguments of `subprocess.Popen`.
         """
@@ -82,7 +82,7 @@ class WorkerProcess:
         return cls([sys.executable, "-P", "-m", module], arguments, first=first, env=env)
 
     def ask(self, request: bytes) -> bytes:
-        """Sends a request and returns the answer. Concurrent calls take turns. Raises EndedError if the process ends."""
+        """Sends a request and returns the answer. Concurrent calls take turns. Raises EndedError if the process exits."""
         with self._lock:
             try:
                 if self._pipe is None:
@@ -118,7 +118,7 @@ class WorkerProcess:
         return ours
 
     def _ended(self, error: Exception) -> EndedError:
-        """Returns the error for a process that could not start or has closed its pipe, which raised `error`."""
+        """Returns the error for a process that could not start or has closed its pipe. `error` is what this raised."""
         status, has_started = None, self._process is not None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,6 @@ class WorkerProcess:
         return EndedError("closed its pipe and went on" if has_started else f"could not be started ({error})")
 
     def _end(self) -> None:
-        """Kills the process and closes the pipe, if there are any."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
@@ -139,7 +138,7 @@ class WorkerProcess:
 
 
 def pipe_of_trainer() -> Connection:
-    """Returns this worker process's pipe to the trainer. Reading from it raises EOFError once the trainer has ended.
+    """Returns this worker process's pipe to the trainer. Reading from it raises EOFError once the trainer has exited.
 
     The trainer must have started this process by `WorkerProcess.of_module`.
     """

@@ -12,7 +12,7 @@ order in which kernels are tried:
 A new attention kernel is one new file and one line in `kernels.py`. `ring.py` and `all_to_all.py` split the tokens of a row over
 a mesh axis (context parallelism).
 
-For experts, `token_groups.py` sorts tokens by expert, and `grouped_dot.py` multiplies them: by `megablox.py` on TPUs, by
-`hopper.py` on Hopper GPUs, by `grouped_blocks.py` elsewhere. `cross_entropy.py` is the loss of a language model, in blocks of
-tokens.
+For experts, `token_groups.py` sorts tokens by expert, and `grouped_dot.py` multiplies them by the experts' weights; it uses
+`megablox.py` on TPUs, `hopper.py` on Hopper GPUs, and `grouped_blocks.py` elsewhere. `cross_entropy.py` computes the loss of a
+language model in blocks of tokens.
 """

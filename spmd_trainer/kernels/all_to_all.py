@@ -1,8 +1,8 @@
 """All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): splits heads in place of tokens.
 
-Each of n devices has a part of the row's tokens, with all heads. One all-to-all each for queries, keys and values gives the
-device whole rows with a part of the heads. Any kernel computes attention on these, and one all-to-all brings the outputs back.
-Tokens keep their order.
+At first, each device has a part of the row's tokens, with all heads. All-to-all exchanges of queries, keys and values then give
+it all tokens, with a part of the heads. Any attention kernel can compute these heads, and another all-to-all exchange returns
+the outputs. Tokens keep their order.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def attend(
       context_parallel: how attention is computed if `split.length` splits the rows' tokens: 'ring', with tokens in the order of
         `sequence_order.py`, or 'all_to_all', with tokens in row order. None for 'ring'.
       dropout: function that drops probabilities [B, K, N / K, T, T]; None for no dropout.
-      name: the layer's name, for reports.
+      name: the layer's name, under which `kernels.record` records the chosen kernel.
 
     Raises:
       UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
@@ -126,7 +126,7 @@ def _on_each_device(choice: Choice, pattern: Pattern, parts: _Parts, rows: Rows)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """The `Split` of an attention call on a mesh, without axes of size 1; empty under a `jax.shard_map`.
+    """The `Split` of an attention call on a mesh, without axes of size 1. Nothing is split under a `jax.shard_map`.
 
     Attributes:
       sizes: size of each axis; empty on one device.
@@ -139,7 +139,7 @@ class _Parts:
 
     @classmethod
     def of(cls, split: Split, mesh: AbstractMesh, name: str) -> _Parts:
-        """Returns the split on a mesh, which may have no axes. `name`: the layer's name, for error messages.
+        """Returns the `_Parts` for a split on a mesh, which may be empty. `name`: the layer's name, for error messages.
 
         Raises:
           UserError: the mesh lacks an axis of `split`.
@@ -171,8 +171,8 @@ class _Parts:
     def padded(self, rows: Rows) -> Rows:
         """Pads rows and heads to divide evenly among the devices, so that each device has the keys of its query heads.
 
-        Rows are padded with zeros. If the devices divide the query heads, key heads are repeated to at least one per device.
-        Otherwise they are repeated to one per query head, and then heads are padded with zeros.
+        Rows are padded with zeros. If query heads divide evenly, key heads are repeated to at least one per device. Otherwise
+        key heads are repeated to one per query head, and then query and key heads are padded with zeros.
         """
         query, key, value = all_to_all.with_divisible_heads(rows.query, rows.key, rows.value, self.count("heads"))
         sinks = rows.sinks
@@ -185,10 +185,10 @@ class _Parts:
 
 
 def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) -> str | None:
-    """Returns how attention is computed, 'ring' or 'all_to_all', if the tokens of a row are split; None for whole rows.
+    """Returns the context parallelism to use, 'ring' or 'all_to_all'; None if the tokens of a row are not split.
 
     Raises:
-      UserError: `asked` is unknown, or the number of devices doesn't divide the number of tokens.
+      UserError: the requested name, `asked`, is unknown; or the tokens can't be divided evenly among the devices.
     """
     if asked is not None:
         require_one_of("context_parallel", asked, sequence_order.FORMS)
@@ -205,10 +205,10 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
 
 
 def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -> Choice:
-    """Picks the kernel for a call. `form`: 'ring' or 'all_to_all' if `num_devices` devices split the tokens; otherwise None.
+    """Picks the kernel for a call. `form`: 'ring' or 'all_to_all' if the tokens are split over `num_devices`; otherwise None.
 
     Raises:
-      UserError: as in `kernels.choose`; also for dropout if the tokens are split, and for a ring without kernel 'chunked'.
+      UserError: as in `kernels.choose`; dropout with split tokens; or a ring with a requested kernel other than 'chunked'.
     """
     if form is None:
         return kernels.choose(call, asked)

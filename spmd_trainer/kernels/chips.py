@@ -17,10 +17,10 @@ class Gpu:
     """Properties of an NVIDIA GPU that XLA's compiler needs.
 
     Attributes:
-      name: the whole `jax.Device.device_kind`.
+      name: the full text of `jax.Device.device_kind`.
       compute_capability: major and minor version.
       multiprocessors: number of streaming multiprocessors.
-      lanes: float32 units of a multiprocessor.
+      lanes: number of float32 units per multiprocessor.
       clock_ghz: maximum clock frequency of the multiprocessors.
       memory_bytes: memory that CUDA reports, which is less than the data sheet's.
       bandwidth: bandwidth of the memory in bytes per second.
@@ -46,7 +46,7 @@ class Chip:
     """One JAX device (for TPU v2, v3 and 7x, half a chip).
 
     Attributes:
-      kind: beginning of `jax.Device.device_kind`.
+      kind: prefix of `jax.Device.device_kind`.
       peak_flops: peak bfloat16 FLOP/s without sparsity.
       memory: device memory in GiB, as the data sheet says.
       topology: the chip's name in a topology such as v5e:16x16 or h100:32x8; None if the planner doesn't support it.
@@ -143,10 +143,10 @@ def peak_flops(device_kind: str, count: int) -> float | None:
 def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
-    Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. The result covers the forward
-    and the backward pass, without attention's products of queries, keys and values and without rematerialization. `num_params`
-    must leave out the parameters of experts that a token doesn't choose. The compiler's own count isn't used, because it counts a
-    loop's body once.
+    `num_params` is the number of trained parameters. Frozen parameters add only 4 * num_frozen * tokens, because they need no
+    gradient. Both numbers must leave out the experts that a token doesn't choose. The result covers the forward and backward
+    passes, without rematerialization and without attention's products of queries, keys and values. The compiler's own count
+    isn't used, because it counts a loop's body only once.
     """
     return (6.0 * num_params + 4.0 * num_frozen) * tokens
 

@@ -1,12 +1,12 @@
 """Attention in blocks with an online softmax, in `jax.numpy`, for every device. For rows of T tokens, it needs memory O(T).
 
-Queries and keys are cut into blocks. A pair of a query block and a key block is computed only if some query sees some key. One
-pair comes after another in a `lax.scan`, so the program's size doesn't depend on T. The forward pass keeps each query's largest
+Queries and keys are cut into blocks. A pair of a query block and a key block is computed only if some query sees some key. A
+`lax.scan` computes one pair at a time, so the program's size doesn't depend on T. The forward pass keeps each query's largest
 logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
 computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
-`forward`, `finish` and `backward` get the positions of the queries and keys as arguments, so ring attention uses them for keys
-that come from another device:
+`forward`, `finish` and `backward` get the positions of the queries and keys as arguments, so ring attention can use them for
+keys from a different device:
 
     queries, keys, values = query_blocks(query, key.shape[2], block), key_blocks(key, block), key_blocks(value, block)
     sums = initial_sums(queries, sinks)
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
     """Positions of queries or keys, in blocks of tokens.
 
     Attributes:
-      position: int32 [blocks, block], each token's index in the whole row; `PADDING_INDEX` for tokens that fill a block.
+      position: int32 [blocks, block], each token's index in the whole row; `PADDING_INDEX` for tokens that pad a block.
       segment_ids: int32 [blocks, rows, block]; None if each row is one segment.
     """
 
@@ -95,7 +95,7 @@ class Grads(NamedTuple):
 
 
 def reasons_against(call: Call) -> list[str]:
-    """Returns why this kernel can't compute a call; see `Kernel.reasons_against`."""
+    """Returns the reasons why this kernel can't compute a call; see `Kernel.reasons_against`."""
     return ["it can't drop probabilities"] if call.dropout else []
 
 
@@ -105,7 +105,7 @@ def attend(rows: Rows, pattern: Pattern) -> jax.Array:
 
 
 def block_length(length: int) -> int:
-    """Returns the tokens per block for rows of `length` tokens: as few blocks as the device's maximum allows, equally large."""
+    """Returns the number of tokens per block for rows of `length` tokens, so that blocks are few and about equally full."""
     most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length
@@ -169,7 +169,7 @@ def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
 
 
 def initial_sums(queries: jax.Array, sinks: jax.Array | None) -> Sums:
-    """Returns the sums before any key is added. `sinks`, float32 [rows, heads], count like keys whose values are 0."""
+    """Returns the sums before any key is added. `sinks`, float32 [rows, heads], act as logits of keys whose values are 0."""
     weighted = jnp.zeros_like(queries, jnp.float32)
     if sinks is not None:
         return Sums(weighted[..., 0] + sinks.reshape(*weighted.shape[1:4], 1), weighted[..., 0] + 1, weighted)
@@ -230,7 +230,7 @@ def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
 def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
     """Returns the sum of output * gradient over the head width, float32, for each query in blocks.
 
-    This equals the sum over keys of probability * gradient of the probability, which the gradient of the softmax subtracts.
+    It equals the sum over keys of (probability * gradient of that probability), a term in the gradient of the softmax.
     """
     return jnp.sum(outs.astype(jnp.float32) * out_grads.astype(jnp.float32), axis=-1)
 
@@ -282,10 +282,10 @@ def backward(
 def _tied(
     keys: jax.Array, values: jax.Array, query_tokens: Tokens, key_tokens: Tokens, pairs: jax.Array | np.ndarray
 ) -> tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array]:
-    """Returns the arguments, tied to each other by a barrier, so that token positions depend on the keys.
+    """Returns the arguments after an optimization barrier, which makes token positions depend on the keys.
 
-    Token positions are the same in all layers. If layers are a `lax.scan`, its differentiation would otherwise move everything
-    that depends on positions alone out of the loop, and store it: the masks of all pairs of blocks, [tokens, tokens].
+    Token positions are the same in all layers. Without the barrier, differentiating a `lax.scan` over layers would move the
+    masks of all pairs of blocks, [tokens, tokens], out of the loop and store them, because they depend only on positions.
     """
     tied: tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array] = lax.optimization_barrier(
         (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))
@@ -322,7 +322,6 @@ def _at(tokens: Tokens, block: jax.Array) -> Tokens:
 
 
 def _masked(logits: jax.Array, query: Tokens, key: Tokens, pattern: Pattern) -> jax.Array:
-    """Returns the logits of a pair of blocks, with a large negative number where a query doesn't see a key."""
     query_index, key_index = query.position[:, None], key.position[None, :]
     if pattern.causal:
         seen = key_index <= query_index

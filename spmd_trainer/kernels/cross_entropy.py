@@ -93,8 +93,8 @@ def cross_entropy(
       labels: int32 [B, T], 0 to V - 1.
       biases: [V], added to the logits of each token; None for no biases.
       softcap: logits become softcap * tanh(logits / softcap); None for no cap.
-      label_smoothing: probability that is taken from the label and divided equally among the other labels (Szegedy et al. 2016,
-        arXiv:1512.00567, where the label gets an equal part too).
+      label_smoothing: probability that is taken from the label and divided equally among the other labels. (In Szegedy et al.
+        2016, arXiv:1512.00567, it is divided among all labels.)
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
     """
     if jaxprs.are_products_shown():
@@ -182,7 +182,7 @@ class _Form:
         return lax.all_gather(part, self.split.width, axis=1, tiled=True)[:, :width]
 
     def scattered(self, of_part: jax.Array) -> jax.Array:
-        """Sums the gradients of the matrix, which have its whole width, over the tokens of all devices.
+        """Sums gradients of the matrix over the tokens of all devices. The gradients have the whole width of the matrix.
 
         Returns a device's part of the sum, padded like the argument of `gathered`.
         """
@@ -193,7 +193,7 @@ class _Form:
         return lax.psum(of_part, rest) if rest else of_part
 
     def after(self, earlier: jax.Array, *later: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the arrays `later`; on a mesh of CPU devices, they are used only after `earlier` (see `hold_until_known`)."""
+        """Returns the arrays `later`. On CPU meshes, makes computations on them wait for `earlier`; see `hold_until_known`."""
         return hold_until_known([earlier], *later) if self.axes else later
 
     def first(self, part: jax.Array) -> jax.Array | int:
@@ -201,7 +201,7 @@ class _Form:
         return lax.axis_index(self.split.vocab) * part.shape[0] if self.split.vocab else 0
 
     def logits(self, hidden: jax.Array, part: jax.Array, biases: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns a block's logits, float32 [tokens, labels], for the labels of this device, and these labels, int32 [labels]."""
+        """Returns a block's logits for this device's labels, float32 [tokens, labels], and these labels, int32 [labels]."""
         products = jnp.einsum("nd,vd->nv", hidden, part, preferred_element_type=jnp.float32)
         if biases is not None:
             products += biases

@@ -102,7 +102,7 @@ def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def folded(packed: Packing, num_tokens: int) -> Packing:
-    """Merges packings of several batches, stacked along a leading axis, into one of all rows. A batch has `num_tokens` tokens."""
+    """Merges the packings of several batches, stacked along a leading axis, into one. A batch has `num_tokens` tokens."""
     size, rows, segments = packed.lengths.shape
     first = num_tokens * jnp.arange(size, dtype=jnp.int32)
     offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]
@@ -114,7 +114,7 @@ def folded(packed: Packing, num_tokens: int) -> Packing:
 
 
 def reasons_against(call: Call) -> list[str]:
-    """Returns why cuDNN can't compute a call; see `Kernel.reasons_against`."""
+    """Returns the reasons why cuDNN can't compute a call; see `Kernel.reasons_against`."""
     if call.target.platform != "cuda":
         return [f"it is a kernel for NVIDIA GPUs, but the device is a {call.target.kind or call.target.platform}"]
     return [*_device_reasons(call), *_call_reasons(call)]
@@ -202,10 +202,10 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _forward(pattern: Pattern, with_statistics: bool, rows: Rows, packed: Packing | None) -> Arrays:
-    """Computes the output and, if `with_statistics`, the statistics of the softmax for the backward pass, float32.
+    """Computes the output and, if `with_statistics` is True, the softmax statistics for the backward pass, float32.
 
-    The statistics are [rows, heads, tokens] without packing and [maximum number of segments, heads, tokens] with it. Packed rows
-    that don't fit, see `Packing`, are computed by the chunked kernel.
+    The statistics are [rows, heads, tokens] without packing and [maximum number of segments, heads, tokens] with it. If
+    packed rows don't fit (see `Packing.fits`), the chunked kernel computes them.
     """
 
     def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
@@ -254,7 +254,7 @@ def _chunked_backward(pattern: Pattern, rows: Rows, gradient: jax.Array) -> Arra
 
 
 def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, like: Arrays) -> Arrays:
-    """Calls a function for each batch row and key head in turn, so that chunked attention needs the memory of one head.
+    """Calls a function for one batch row and one key head at a time, so that chunked attention needs memory for one head only.
 
     A "part" of an array is one batch row, with the heads that belong to one key head.
 
@@ -287,7 +287,7 @@ def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, lik
 
 
 def _with_batching(call: _Call) -> _Call:
-    """Makes `jax.vmap` of a call merge the mapped axis into the rows, as JAX's primitives can't be batched for packed rows."""
+    """Lets `jax.vmap` map `call` by merging the mapped axis into the rows. JAX's primitives can't be batched for packed rows."""
     batched_call = jax.custom_batching.custom_vmap(call)
 
     @batched_call.def_vmap
@@ -334,7 +334,7 @@ def backward_call(pattern: Pattern, arrays: Arrays, packed: Packing | None) -> A
 
 
 def _operands(query: jax.Array, key: jax.Array, packed: Packing | None) -> Arrays:
-    """Returns the primitives' operands after the values: bias, lengths and offsets of queries and keys, two page tables."""
+    """Returns the primitives' operands that follow query, key and value: bias, lengths, offsets and page tables."""
     unused = jnp.zeros(0, query.dtype)
     if packed is None:
         return (unused,) * 7

@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (arXiv:2412.06464), and the causal convolution before it.
 
-Each head has a state S, [key width A, value width B], which maps keys to values. Token t decays the state (g is `log_decay`),
-moves the value that it returns for the token's key toward the token's value, and reads it with the token's query:
+Each head has a state S, [key width A, value width B], which maps keys to values. At token t, it decays (g is `log_decay`). It is
+then changed so that it maps the token's key closer to the token's value, and is read with the token's query:
 
     S_t = exp(g_t) S_(t-1);   S_t += k_t (beta_t (v_t - S_t^T k_t))^T;   o_t = S_t^T q_t / sqrt(A)
 
@@ -66,11 +66,11 @@ def _chunked(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
 def _systems(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array, segments: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Prepares the scan. Returns, for each chunk: (queries that read the state, attention within the chunk, keys that write to
-    the state, values to write if the state is 0, keys by which a state changes these values, decay over the whole chunk).
+    """Computes what the scan over chunks needs. Takes the arguments of `gated_delta_rule`, in chunks: [n, b, c, ...].
 
-    Dimensions: n chunks, b rows, c and d tokens of a chunk, g key heads, j value heads, a and v widths. Arguments as in
-    `gated_delta_rule`, [n, b, c, ...].
+    Returns for each chunk: queries that read the state, attention within the chunk, keys that write to the state, values to
+    write if the state is 0, keys for correcting these values by the state, and the decay over the whole chunk. Dimensions:
+    n chunks, b rows, c and d tokens of a chunk, g key heads, j value heads per key head, a and v widths.
     """
     last, before = segments[..., -1], jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])
     total = jnp.cumsum(log_decay, axis=2)
@@ -136,7 +136,7 @@ def causal_convolution(
       before: [batch, width - 1, ...], inputs of earlier tokens of the first token's segment; None if there are none.
 
     Returns:
-      The output, of x's shape, and the inputs of the last width - 1 tokens, 0 for those of other segments than the last token's.
+      The output, of x's shape, and the inputs of the last width - 1 tokens. Inputs are 0 outside the last token's segment.
     """
     batch, length = segment_ids.shape
     past = kernel.shape[0] - 1

@@ -1,10 +1,10 @@
 """Grouped products in blocks of rows, in plain JAX for every device.
 
 Each group's rows are cut into blocks of equal size; the last block of a group may be partly filled. A scan multiplies one block
-after the other by its group's matrix. A program has static shapes, so the scan has as many steps as the worst group sizes need.
-CPUs skip the blocks that the actual sizes don't need. GPUs compute them on zeros, because to skip a block, the host would have
-to wait for the device. So on GPUs that `hopper.py` doesn't support, a split of the experts saves no arithmetic. A device
-multiplies all allocated rows, which are fewer only if it has fewer experts than a token chooses (`token_groups.py`).
+at a time by its group's matrix. The number of steps is static, so the scan has as many steps as any group sizes can need. CPUs
+skip the blocks that the actual sizes don't need. GPUs compute these blocks on zeros, because to skip a block, the host would
+have to wait for the device. So on GPUs that `hopper.py` doesn't support, a device multiplies all allocated rows, and sharding
+the experts saves arithmetic only if a device has fewer experts than a token chooses (`token_groups.py`).
 
 The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few
 rows for each group.

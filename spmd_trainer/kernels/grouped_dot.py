@@ -44,11 +44,11 @@ class GroupedKernel(Protocol):
     in the arrays' dtype."""
 
     def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """Returns why the kernel can't compute `product` for arrays of these shapes and dtypes on a device; [] if it can."""
+        """Returns the reasons why the kernel can't multiply such rows and weights on this platform; [] if it can."""
         ...
 
     def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """Multiplies the rows of each group by its matrix. Returns [rows, outputs], with zeros after the last group's rows.
+        """Multiplies the rows of each group by the group's matrix. Returns [rows, outputs], with zeros after the last group.
 
         Args:
           rows: [rows, inputs], sorted by group.
@@ -71,7 +71,7 @@ class GroupedKernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSplit:
-    """How a grouped product is split over mesh axes, () for a dimension that is not split; and its other static settings.
+    """The mesh axes that split the dimensions of a grouped product (() if not split), and its other static settings.
 
     Attributes:
       tokens: axes that split the tokens: dimension 0 of the rows.
@@ -79,7 +79,7 @@ class GroupedSplit:
       inputs, outputs: axes that split the inputs and outputs of the weights. Over axes that also split tokens, the weights are
         gathered for the product, and their gradients reduced and scattered. Over other axes, the rows' features are split too.
       mesh: the mesh; None for one device. `grouped_dot` sets it.
-      num_pairs: number of (token, expert) pairs, i.e. of rows that all parts multiply together. `grouped_dot` sets it.
+      num_pairs: number of (token, expert) pairs, i.e. of rows that all parts multiply in total. `grouped_dot` sets it.
     """
 
     tokens: tuple[str, ...] = ()
@@ -90,11 +90,11 @@ class GroupedSplit:
     num_pairs: int = 0
 
     def kept(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the axes that split a dimension of the weights, returns those over which the rows' features are split too."""
+        """Returns those `axes` of one weights dimension over which the rows' features are split too."""
         return tuple(axis for axis in axes if axis not in (*self.tokens, *self.experts))
 
     def gathered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the axes that split a dimension of the weights, returns those over which the weights are gathered."""
+        """Returns those `axes` of one weights dimension over which the weights are gathered."""
         return tuple(axis for axis in axes if axis in self.tokens)
 
     def of_rows(self, axes: tuple[str, ...]) -> PartitionSpec:
@@ -116,7 +116,7 @@ class GroupedSplit:
         return PartitionSpec(self.experts or None, *features)
 
     def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
-        """Returns the split for a product of the same rows with weights whose inputs and outputs are split over other axes."""
+        """Returns the split for multiplying the rows by other weights, whose inputs and outputs are split over these axes."""
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
     def product(
@@ -148,7 +148,7 @@ class GroupedSplit:
     def scope(self) -> AbstractContextManager[None]:
         """Returns a `jax.named_scope` for a part's product. Its name has the number of rows that a part multiplies on average.
 
-        A part has room for more rows (`token_groups.py`), which kernels that skip empty blocks don't compute.
+        The arrays of a part have more rows (`token_groups.py`). Kernels that skip empty blocks don't multiply these.
         """
         return jax.named_scope(
             f"{ROWS_OF_PART}{-(-self.num_pairs // num_parts(self.mesh, (*self.tokens, *self.experts)))}"
@@ -188,8 +188,8 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiplies each row by the matrix of its expert. Returns [S, X, M, N], with zeros after the last expert's rows.
 
-    On a mesh, tokens are split into S parts and experts into X parts, and each device computes one part of both. Without a mesh S
-    and X are 1. The experts of part x are x * G to x * G + G - 1. If X * G exceeds E, the experts from E on must have no rows.
+    On a mesh, tokens are split into S parts and experts into X parts, and each device computes one part of both. S and X are 1
+    without a mesh. Part x has the experts x * G to x * G + G - 1. If X * G exceeds E, the experts from E on must have no rows.
 
     Args:
       rows: [S, X, M, K], M rows of K inputs in each part, sorted by expert.
@@ -197,14 +197,14 @@ def grouped_dot(
       sizes: int32 [S, X, G], number of rows of each of the G experts of a part. The sum over a part is at most M. Rows of a part
         after the last expert's are ignored, but must be finite.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
-      pair: int32 [S, X, M], each row's (token, expert) pair, as an index into [batch, time, experts of a token]. Only LoRA's
-        dropout and its adapters by row need this; None without them.
-      num_pairs: number of all pairs, for counts of FLOPs; None for S * M.
+      pair: int32 [S, X, M], each row's (token, expert) pair, as an index into [batch, time, experts of a token]. None is enough
+        unless LoRA is used with dropout or with several adapters.
+      num_pairs: total number of (token, expert) pairs, for estimates of FLOPs; None for S * M.
       kernel: name of the kernel to use; None for the first that can be used.
-      name: the layer's name, for reports.
+      name: the layer's name, under which `kernels.record` records the chosen kernel.
 
     Raises:
-      UserError: the kernel asked for can't be used.
+      UserError: the requested kernel can't be used.
     """
     mesh = mesh_of_experts()
     count = rows.shape[0] * rows.shape[2] if num_pairs is None else num_pairs

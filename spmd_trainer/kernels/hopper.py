@@ -30,7 +30,7 @@ _CORES = 132
 
 
 def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-    """Returns why these kernels can't multiply arrays of these shapes and dtypes; see `GroupedKernel.reasons_against`."""
+    """Returns the reasons why these kernels can't multiply such rows and weights; see `GroupedKernel.reasons_against`."""
     if platform != "cuda":
         return [f"it is a kernel for NVIDIA GPUs, but the device is a {platform}"]
     reasons, capability = [], chips.current_target().compute_capability
@@ -104,8 +104,8 @@ class _Groups(NamedTuple):
 def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sums the outer products of each group's rows. For `rows` [M, K], `others` [M, N] and G groups, returns [G, K, N].
 
-    `_BLOCK` must divide K and N. Each multiprocessor computes one [128, 128] block of a group's result after the other, in steps.
-    Steps begin at multiples of `_STEP`, so the first and the last step can hold rows of other groups, which are set to zero.
+    `_BLOCK` must divide K and N. Each multiprocessor computes one [128, 128] block of a result at a time, in steps of `_STEP`
+    rows. Steps begin at multiples of `_STEP`, so the first and last ones may include rows of other groups, which are zeroed.
     `rows` and `others` must be finite everywhere.
     """
     tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)

@@ -37,7 +37,7 @@ MASKED = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Which keys of its segment a query sees, and how its logits are computed.
+    """Says which keys of its segment a query sees, and how logits are computed.
 
     Query i sees key j if both have the same segment id, `j <= i` if `causal`, and `i - j < window` if there is a window. Every
     query sees itself, so no row of logits is fully masked.
@@ -116,7 +116,7 @@ class Kernel(Protocol):
     """A module that computes attention. Logits and softmax are float32; the output has the dtype of the values."""
 
     def reasons_against(self, call: Call) -> list[str]:
-        """Returns why the kernel can't compute a call, e.g. ['head width 320 is over 256']; [] if it can."""
+        """Returns the reasons why the kernel can't compute a call, e.g. ['head width 320 is over 256']; [] if it can."""
         ...
 
     def attend(self, rows: Rows, pattern: Pattern) -> jax.Array:
@@ -134,7 +134,7 @@ class Choice:
 
     Attributes:
       kernel: the kernel's name.
-      reasons: {name of a preferred kernel: reasons why it can't be used}.
+      reasons: {name of a kernel that was tried before: reasons why it can't be used}.
       context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
       of: what the kernel computes: 'attention' or 'experts'.
     """
@@ -164,7 +164,7 @@ def choose(call: Call, asked: str | None = None) -> Choice:
 
     Args:
       call: the attention call, with the shapes on one device.
-      asked: name of the kernel to use; None for the first that can be used.
+      asked: name of the requested kernel; None for the first that can be used.
 
     Raises:
       UserError: the kernel `asked` is unknown or can't be used.
@@ -181,7 +181,7 @@ def choose(call: Call, asked: str | None = None) -> Choice:
 
 
 def first_usable(names: Iterable[str], reasons_against: Callable[[str], list[str]], of: str = "attention") -> Choice:
-    """Returns the first usable kernel, with the reasons against those before it. The last kernel must always be usable."""
+    """Returns the first usable kernel, with the reasons against earlier ones. The last must be usable. `of`: see `Choice`."""
     reasons: dict[str, list[str]] = {}
     for name in names:
         if not (against := reasons_against(name)):
@@ -216,7 +216,7 @@ def recording() -> Iterator[dict[str, Choice]]:
 
 
 def record(name: str, choice: Choice) -> None:
-    """Adds the choice of a kernel for the layer `name` to all recordings in progress, see `recording`."""
+    """Records the kernel chosen for the layer `name` in all active `recording` contexts."""
     for recorded in _RECORDERS.get():
         recorded[name] = choice
 

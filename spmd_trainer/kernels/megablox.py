@@ -25,7 +25,7 @@ _LANES, _SUBLANES = 128, 16
 
 
 def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-    """Returns why megablox can't multiply arrays of these shapes and dtypes; see `GroupedKernel.reasons_against`."""
+    """Returns the reasons why megablox can't multiply such rows and weights; see `GroupedKernel.reasons_against`."""
     reasons = []
     if platform != "tpu":
         reasons.append(f"it is a kernel for TPUs, but the device is a {platform}")

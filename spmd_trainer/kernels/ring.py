@@ -1,7 +1,7 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each device has a part of the row; keys and values travel round a ring.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each device has a part of the row; keys and values travel around a ring.
 
-Rows are in zig-zag order (`sequence_order.py`): of 2 n chunks, device i holds the chunks i and 2 n - 1 - i. The keys and values
-of device i - s arrive after s steps. Of the four products of two query chunks and two key chunks, a causal pattern needs two:
+Rows are in zig-zag order (`sequence_order.py`): of 2 n chunks, device i has the chunks i and 2 n - 1 - i. After s steps, device
+i gets the keys and values of device i - s. That makes four pairs of a query chunk and a key chunk. A causal pattern needs two:
 
     i >= s: both query chunks see the earlier key chunk; neither sees the later one
     i < s:  the later query chunk sees both key chunks; the earlier one sees neither
@@ -109,11 +109,11 @@ class Ring:
         return jnp.where(device >= shift, last_device, first_device)
 
     def tokens(self, shift: int | jax.Array, segment_ids: jax.Array | None) -> Tokens:
-        """Returns, on device i, the positions in the row of the tokens of device i - shift. Call it under `shard_map`.
+        """On device i, returns the positions and segments of the tokens of device i - shift. Call it under `shard_map`.
 
         Args:
           shift: the step.
-          segment_ids: those of all devices, int32 [devices, rows, tokens of a device], or None.
+          segment_ids: segment ids of the tokens of all devices, int32 [devices, rows, tokens of a device], or None.
         """
         device = (lax.axis_index(self.axes) - shift) % self.count
         within = jnp.arange(self.blocks * self.block, dtype=jnp.int32)
@@ -141,7 +141,7 @@ class Ring:
         return chunks.reshape(x.shape[0], 2 * self.chunk, *x.shape[2:])
 
     def moved(self, arrays: Arrays, hops: int) -> Arrays:
-        """Returns the arrays of the device `hops` places before this one in the ring. Call it under `shard_map`."""
+        """Returns the arrays of the device that is `hops` steps before this one in the ring. Call it under `shard_map`."""
         permutation = [(device, (device + hops) % self.count) for device in range(self.count)]
         moved: Arrays = lax.ppermute(arrays, self.axes, permutation)
         return moved
@@ -156,8 +156,8 @@ class Ring:
         Args:
           state: the state for the first call of `step`.
           arrays: this device's arrays.
-          step: called as step(state, arrays, shift, hops) for each shift; returns the new state. On device i, the arrays are
-            those of device i - shift; hops is the difference between this shift and the previous one, and 0 in the first call.
+          step: called as step(state, arrays, shift, hops) for each shift; returns the new state. On device i, these are
+            the arrays of device i - shift. hops is this shift minus the previous one; 0 in the first call.
         """
         if not (shifts := self.shifts):
             return state
@@ -179,7 +179,7 @@ class Ring:
         return step(state, arrays, shifts[-1], hops)
 
     def _first_tokens(self, devices: np.ndarray) -> np.ndarray:
-        """Returns where in the whole row each block of these devices begins, int [devices, 2 * blocks]."""
+        """Returns the index in the whole row of the first token of each block, int [devices, 2 * blocks]."""
         starts = np.stack(sequence_order.chunks_of(devices, self.count), axis=1) * self.chunk
         first: np.ndarray = (starts[:, :, None] + np.arange(self.blocks) * self.block).reshape(len(devices), -1)
         return first
@@ -235,7 +235,7 @@ def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Ro
     def add(
         grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
     ) -> chunked.Grads:
-        """Adds a step's gradients. Those of queries stay on this device; those of keys and values travel with keys and values."""
+        """Adds a step's gradients. Query gradients stay on this device; key and value gradients travel with keys and values."""
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)

@@ -1,7 +1,7 @@
 """The order of a row's tokens on the devices of the mesh axes that split the row.
 
-With a causal mask, ring attention gives n devices equal work if a row is cut into 2 n chunks and device i holds chunks i and
-2 n - 1 - i (zig-zag). A model brings its inputs into this order once, at its entry, and its outputs back at its exit:
+With a causal mask, ring attention gives n devices equal work if a row is cut into 2 n chunks and device i has chunks i and
+2 n - 1 - i (zig-zag). A model reorders its inputs once, before the first layer, and undoes this for its outputs:
 
     order = sequence_order.of_rows(length, ("seq",), context_parallel)
     ids, segment_ids = order.apply(ids), order.apply(segment_ids, fill=-1)   # [batch, order.padded_length]
@@ -36,9 +36,9 @@ class SequenceOrder:
 
     Attributes:
       length: number of tokens in a row.
-      axes: mesh axes that the row is split over; empty if each device holds it whole.
+      axes: mesh axes that the row is split over; empty if each device has the whole row.
       count: number of devices on these axes, n.
-      is_zigzag: True if device i holds chunks i and 2 n - 1 - i of 2 n chunks; otherwise it holds chunk i of n chunks.
+      is_zigzag: True if device i has chunks i and 2 n - 1 - i of 2 n chunks; False if it has chunk i of n chunks.
     """
 
     length: int
@@ -53,7 +53,7 @@ class SequenceOrder:
         return -(-self.length // chunks) * chunks
 
     def apply(self, x: jax.Array, fill: float = 0) -> jax.Array:
-        """Pads dimension 1 to `padded_length`, and brings it from row order into this order. Call under jit if rows are split.
+        """Pads dimension 1 to `padded_length`, and reorders it from row order to this order. Call under jit if rows are split.
 
         Args:
           x: [batch, length, ...].
@@ -109,12 +109,11 @@ def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
 
 
 def _move_chunks(x: jax.Array, device: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
-    """Exchanges this device's two chunks in row order for its two chunks in zig-zag order, or back, by two permutations.
+    """Moves chunks from row order to zig-zag order, or back, by two permutations: one for even chunks and one for odd ones.
 
-    `device` is [1], the device's index, because XLA can't partition `lax.axis_index` inside of a loop over layers.
-
-    In row order, device d holds chunks 2 d and 2 d + 1. The even chunks belong to different devices in zig-zag order, and so do
-    the odd ones. On a device with an even index, the even chunk is the earlier of its two chunks in zig-zag order.
+    In row order, device d has chunks 2 d and 2 d + 1. In zig-zag order, each device has one even and one odd chunk. The even
+    one comes first on devices with an even index, and second on the others. `device`, int32 [1], is this device's index. It
+    is an argument, because XLA can't partition `lax.axis_index` inside of a loop over layers.
     """
     owners = [min(chunk, 2 * count - 1 - chunk) for chunk in range(2 * count)]
     moves = [[(device, owners[2 * device + parity]) for device in range(count)] for parity in (0, 1)]

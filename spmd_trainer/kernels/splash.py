@@ -45,7 +45,7 @@ _PADDING = np.iinfo(np.int32).min
 
 
 def reasons_against(call: Call) -> list[str]:
-    """Returns why this kernel can't compute a call. Devices other than TPUs interpret it, which is only fast enough for tests."""
+    """Returns the reasons why this kernel can't compute a call. Only TPUs compile it; others interpret it, for tests."""
     reasons = []
     if call.target.platform != "tpu":
         reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")
@@ -111,7 +111,7 @@ def _blocks_that_fit(width: int, dtype: Any) -> list[int]:
 
 
 def _block(length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
-    """Returns the cheapest block size that fits; None if there is none."""
+    """Returns the cheapest block size that fits the chip's memories; None if there is none."""
     costs = {}
     for block in _blocks_that_fit(width, dtype):
         rows = -(-length // block)
@@ -146,7 +146,7 @@ class _Shape:
 class _Band(splash_attention_mask.LocalMask):
     """Causal mask, with or without a window, that can be cut into blocks quickly.
 
-    For T tokens, JAX's masks compute all T^2 values to find which blocks are empty or full: minutes for 131,072 tokens.
+    For T tokens, JAX's masks compute all T^2 values to find empty and full blocks, which takes minutes for 131,072 tokens.
     JAX only calls `any()` and `all()` on a block, so here a block is an array of its distinct values. Where a block has both
     values, the kernel computes its mask by `mask_function`.
     """

@@ -4,9 +4,9 @@ Each device sorts its own tokens, so that their rows stay on it: only the expert
 cross between devices. XLA would compile a sort of the whole batch to an all-gather of all tokens. If an axis splits both tokens
 and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
-A device allocates rows for the case that all its tokens choose its experts, so no token is dropped, whatever the router does.
-If a token chooses k experts, these are k rows per token, or as many rows per token as the device has experts if these are fewer.
-So splitting E experts into more parts lowers the temporary memory only if there are more than E / k parts.
+No token is dropped, because a device allocates enough rows for any choice of the router. If a token chooses k experts, and the
+device has G experts, these are min(k, G) rows per token. So splitting E experts into more parts lowers the temporary memory only
+if there are more than E / k parts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TokenParts:
         return tuple(axis for axis in (*self.batch, *self.length) if axis not in self.experts)
 
     def split(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
-        """Returns the split of a `grouped_dot` with weights whose inputs and outputs are split over the given mesh axes."""
+        """Returns the `split` for a `grouped_dot` whose weights have inputs and outputs split over the given mesh axes."""
         if self.mesh is None:
             return GroupedSplit()
         inputs, outputs = (tuple(a for a in axes if self.count((a,)) > 1) for axes in (inputs, outputs))
@@ -138,8 +138,8 @@ class Groups:
       sizes: int32 [S, X, experts of a part], number of pairs of each expert.
       token: int32 [S, X, sorted pairs], the token of each pair; arbitrary after the last expert's pairs.
       choice: int32 [S, X, sorted pairs], index of each pair's expert among the experts of its token.
-      place: int32 [S, X, tokens, experts of a token], position of each pair in the sorted order. For a pair whose expert is in
-        another part, the position is at least the sum of the part's `sizes`.
+      place: int32 [S, X, tokens, experts of a token], position of each pair in the sorted order. If the pair's expert is in a
+        different part, the position is at least the sum of the part's `sizes`.
       pair: int32 [S, X, sorted pairs], each pair's index in the global [batch, time, experts of a token], the same on any mesh.
       num_pairs: number of pairs in all parts.
     """
@@ -153,7 +153,7 @@ class Groups:
 
 
 def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
-    """Sorts (token, expert) pairs by expert. `chosen`: int32 [batch, time, experts of a token], distinct for each token."""
+    """Sorts (token, expert) pairs by expert. `chosen`: int32 [batch, time, experts of a token], without duplicates per token."""
     most = min(chosen.shape[2], parts.experts_of_part)
 
     def local(chosen: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
@@ -179,9 +179,9 @@ def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
 
 
 def for_each_token(fn: Callable[[jax.Array], jax.Array], x: jax.Array, parts: TokenParts) -> jax.Array:
-    """Returns `fn(x)` for tokens [batch, time, ...]; each device computes its own tokens.
+    """Returns `fn(x)` for an array [batch, time, ...]. Each device applies `fn` to its own tokens.
 
-    Otherwise XLA would, e.g., compute a top-k of the whole batch on every device.
+    Without this, XLA would compute e.g. a top-k of the whole batch on every device.
     """
     found: jax.Array = parts.on_each_device(fn, "t", "t")(_with_rows(x, parts, 0))
     return found[: x.shape[0]]
@@ -212,7 +212,7 @@ def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenPar
 
 
 def _with_rows(x: jax.Array, parts: TokenParts, fill: int) -> jax.Array:
-    """Pads the batch with `fill`, so that the mesh axes divide it. `sort` fills with the number of a nonexistent expert."""
+    """Pads the batch dimension with `fill`, so that the mesh axes divide it. For `sort`, `fill` is no expert's number."""
     missing = -x.shape[0] % parts.count(parts.batch)
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
 

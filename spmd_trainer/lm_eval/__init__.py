@@ -1,7 +1,7 @@
-"""Evaluates a model on the mesh with EleutherAI's lm-eval harness (package lm-eval, extra `lm-eval`), and chats with it.
+"""Evaluates a model on the mesh with EleutherAI's harness (pip install 'spmd-trainer[lm-eval]'), and chats with the model.
 
     settings.py        tasks, few-shot examples, chat template
-    texts.py           text to tokens and back, by the rules of lm-eval's own `hf` backend
+    texts.py           text to tokens and back, in the same way as lm-eval's own `hf` backend
     steps.py           the compiled steps, their few batch shapes, and which requests share a batch
     requests.py        runs requests on the mesh, and keeps finished answers on disk so that a killed job resumes
     model.py           implements lm-eval's model interface

@@ -42,7 +42,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
 
 
 def chat(job: Job) -> None:
-    """Runs `--mode=chat`: answers `--prompt`, the whole text of a pipe, or each line that is typed. Called by every process.
+    """Runs `--mode=chat`: answers `--prompt`, or all text piped to stdin, or each typed line. All processes must call it.
 
     Raises:
       UserError: see `Talk.of_job`; or there is no prompt.
@@ -72,7 +72,7 @@ def chat(job: Job) -> None:
 
 
 def _typed() -> str | None:
-    """Returns the line that was typed at process 0; None at the end of its input."""
+    """Returns the next line that the user types at process 0; None at the end of the input."""
     line: str | None = None
     if jax.process_index() == 0:
         with contextlib.suppress(EOFError):
@@ -222,7 +222,7 @@ class Talk:
         return f"after {count_text(made, 'token')}, where a row of this model ends ({self._requests.max_length} tokens)"
 
     def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
-        """Returns the next `number` tokens, or fewer at the text's end. With `is_first`, reports that it may be compiling."""
+        """Returns the next `number` tokens, fewer if the text ends. `is_first`: True reports that the step may be compiling."""
         settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
         length, width = len(prompt.tokens), _LEAST_WIDTH
         while width < length:

@@ -93,7 +93,7 @@ class Tasks:
         self.names = tuple(dict.fromkeys(found))
 
     def load(self) -> list[Any]:
-        """Loads lm-eval's task and group objects with their datasets. They hold requests, so each evaluation needs new objects.
+        """Loads lm-eval's task and group objects with their datasets. They store requests, so each evaluation needs new ones.
 
         Raises:
           UserError: a task can't be loaded; the message names the task.
@@ -177,11 +177,11 @@ class HarnessRunner:
           batch: ShapeDtypeStructs of the global training batch.
           config_lines: the resolved config, lines 'path: value'.
           experiment: name of the experiment, for the results.
-          tasks: the tasks, if already found.
+          tasks: the tasks, if they are already found.
           progress: makes the context manager around a series of batches, see `requests.Progress`; None reports nothing.
 
         Raises:
-          UserError: lm-eval is missing, a task or the chat template is unknown, or the model's rows are too short.
+          UserError: lm-eval is missing, a task or the chat template is unknown, or the model isn't a language model.
         """
         self._settings = settings
         self._tasks = tasks or Tasks(settings)

@@ -20,12 +20,12 @@ class LmEval(Callback):
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
-    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` in the run's directory. Training waits for
-    the evaluation, whose time is excluded from the steps per second. A step that is due to be saved is saved first. A
-    run killed during an evaluation continues from its last checkpoint. When it reaches the same step with the same
-    variables, it runs only the unanswered requests. If a run starts at a checkpoint whose evaluation is due and has no
-    results, that step is evaluated before training continues. If a run ends before `num_train_steps`, its last step is
-    not evaluated, but `--mode=lm_eval` can evaluate its checkpoint.
+    Metrics are written to the summaries `lm_eval_TASK`, and files to `lm_eval/step_N` in the run's directory. Training
+    waits for the evaluation, whose time is excluded from the steps per second. A step that is due to be saved is saved
+    first. A run killed during an evaluation continues from its last checkpoint. When it reaches the same step with the
+    same variables, it runs only the unanswered requests. If a run starts at a checkpoint whose evaluation is due and
+    has no results, that step is evaluated before training continues. If a run stops before `num_train_steps`, its last
+    step is not evaluated, but `--mode=lm_eval` can evaluate its checkpoint.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
@@ -66,11 +66,11 @@ class LmEval(Callback):
         self._runner: HarnessRunner | None = None
 
     def on_open(self, run: Run) -> None:
-        """Loads the tasks and the tokenizer, so that wrong settings end the run before it trains.
+        """Loads the tasks and the tokenizer, so that wrong settings stop the run before it trains.
 
         Raises:
           UserError: lm-eval is missing, a task, the tokenizer or the chat template is unknown, a task can't be loaded,
-            or the model's rows are too short.
+            or the model isn't a language model.
         """
         self._tasks = Tasks(self._settings)
         tokenizer = make_tokenizer(self._settings.model_args.tokenizer or self._tokenizer)

@@ -22,7 +22,7 @@ from spmd_trainer.training.summary_writers import SummaryWriters
 
 
 def evaluate(job: Job) -> dict[str, float]:
-    """Evaluates one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
+    """Evaluates one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. All processes must call it.
 
     Writes `lm_eval/step_N/results_DATE.json` and the metrics. If the job was killed, the same command runs only the
     requests that have no answer.
@@ -65,7 +65,7 @@ def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) 
 
 
 def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer of the experiment's first text input, and the input's start token (None without one).
+    """Returns the tokenizer of the experiment's first text input, and the input's start token (None: it has none).
 
     Args:
       experiment: the experiment.

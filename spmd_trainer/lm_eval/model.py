@@ -95,7 +95,11 @@ class HarnessModel(TemplateLM):
         return self._texts.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns each continuation's log-probability, and whether greedy decoding gives it. `args`: (context, continuation).
+        """Returns each continuation's log-probability, and True if greedy decoding gives this continuation.
+
+        Args:
+          requests: `args` of each request: (context, continuation).
+          disable_tqdm: ignored.
 
         Raises:
           UserError: a continuation has no tokens, or is longer than `max_length`.
@@ -109,7 +113,7 @@ class HarnessModel(TemplateLM):
         return self._requests.scores(self._rows([request[1:] for request in requests]), self.source)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns log-probabilities of whole texts, scored in windows of `max_length` tokens. `args` of a request: (text,)."""
+        """Returns log-probabilities of whole texts, scored in windows of `max_length` tokens. A request's `args`: (text,)."""
         del disable_tqdm
         pairs, counts = [], []
         for request in requests:
@@ -147,7 +151,7 @@ class HarnessModel(TemplateLM):
         return rows
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns generated continuations of contexts. `args` of a request: (context, generation settings).
+        """Generates continuations of contexts. A request's `args` are (context, generation settings).
 
         Raises:
           UserError: a setting is unsupported, or leaves no room for a context.

@@ -254,7 +254,7 @@ class Requests:
         return max(devices, -(-wanted // devices) * devices if self._batch_size else wanted // devices * devices)
 
     def _with_known_stops(self, settings: GenerationSettings) -> GenerationSettings:
-        """Removes the stop strings from the settings if generation can't detect them. Callers cut the text at them anyway."""
+        """Removes the stop strings if generation can't detect them. Callers cut the text at stop strings anyway."""
         if not settings.stop or self._tokenizer is None:
             return dataclasses.replace(settings, stop=())
         try:
@@ -324,9 +324,9 @@ class _Run:
     Attributes:
       what: description of the requests, for the log.
       lengths: {key: number of tokens} of the distinct requests.
-      arrays: (keys, shape) -> a batch of numpy arrays.
-      step: (batch, shape) -> the compiled step.
-      answer: (outputs on the host, row) -> the row's answer, a JSON value.
+      arrays: function (keys, shape) -> a batch of numpy arrays.
+      step: function (batch, shape) -> the compiled step.
+      answer: function (outputs on the host, row) -> the row's answer, a JSON value.
       limit: maximum number of tokens in a row.
     """
 

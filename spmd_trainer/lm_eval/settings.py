@@ -1,4 +1,4 @@
-"""Settings of `--mode=chat`, and of evaluations with lm-eval, whose names and meanings are those of the lm-eval command."""
+"""Settings of `--mode=chat`, and of `--mode=lm_eval`, which have the names and meanings of the lm-eval command's flags."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ModelArgs:
 
     Attributes:
       tokenizer: path of a tokenizer; None: the tokenizer of the experiment's inputs.
-      batch_size: rows per batch; None: as many rows as have the number of tokens in a training batch or minibatch.
+      batch_size: rows per batch; None: as many rows as fit into the number of tokens of a training batch (or minibatch).
       max_length: maximum number of tokens in a row; None: the model's `max_positions`, or the length of a training row.
       add_bos_token: True puts beginning-of-text before every text, False before none; None: as the experiment's inputs do.
-      prefix_token_id: the token before texts without a context; None: the first of these that exists: the token put before
-        all texts, beginning-of-text, end-of-text.
+      prefix_token_id: the token before texts without a context. None: the token that is put before all texts; if there is none,
+        beginning-of-text; if there is none, end-of-text.
     """
 
     tokenizer: str | None = None
@@ -62,11 +62,7 @@ def _read_template(flag: str, value: Any) -> bool | str:
 
 
 def _read_model_args(flag: str, value: Any) -> ModelArgs:
-    """Returns the value of --model_args.
-
-    Raises:
-      UserError: an unknown name or a wrong value.
-    """
+    """Returns the value of --model_args. Raises UserError if a name is unknown or a value is wrong."""
     if not isinstance(value, str):
         return value
     given = parse_arguments(flag, value)
@@ -167,7 +163,7 @@ def _literal(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings(Settings):
-    """Settings of `--mode=chat`: what to say to a model, and how it answers. Defaults: `task.model.generation`."""
+    """Settings of `--mode=chat`: what to say to a model, and how it answers. Defaults come from `task.model.generation`."""
 
     prompt: str | None = _chat(
         None,

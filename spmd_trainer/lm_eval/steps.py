@@ -62,7 +62,7 @@ def choose_shapes(
     Args:
       lengths: number of tokens of each request.
       limit: maximum number of tokens in a row.
-      rows_of: width of a row -> maximum number of rows in a batch.
+      rows_of: returns the maximum number of rows in a batch, for a width of its rows.
       num_devices: number of devices; the number of rows is a multiple of it.
 
     Returns:
@@ -136,7 +136,7 @@ def score_step(
     Args:
       layout, state, key: as in `step_fns.eval_step`.
       inputs: the batch; `row_index` int32 [B] is returned unchanged.
-      *rest: the partitioner's own forward pass, if it has one. It is not used, so XLA splits the step over the devices.
+      *rest: the partitioner's own forward pass, if it has one. It is not used, so XLA partitions the step over the devices.
 
     Returns:
       float32 [B], the sum of the log-probabilities; bool [B], True if every scored label is the most likely token;
@@ -206,7 +206,7 @@ def generate_step(
 
 
 def training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns (rows, tokens per row) of a training batch as the model reads it: a preference pair is two rows.
+    """Returns (rows, tokens per row) of a training batch. A preference pair counts as two rows, one per answer.
 
     Raises:
       UserError: the batch is not the batch of a language model.

@@ -25,7 +25,7 @@ def refuse(directory: str | None, files: Iterable[str], library: str) -> None:
     lm-eval's own task files are allowed to name code. With `--confirm_run_unsafe_code`, the caller skips this check.
 
     Args:
-      directory: directory of the user's task files, searched recursively; None without one.
+      directory: directory of the user's task files, searched recursively; None: there is none.
       files: paths of further task files.
       library: folder of the lm-eval package.
 

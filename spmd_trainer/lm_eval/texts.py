@@ -1,4 +1,4 @@
-"""Converts text to tokens and back, by the rules of lm-eval's `hf` backend for start tokens and chat templates."""
+"""Converts text to tokens and back. Start tokens and chat templates are used as in lm-eval's `hf` backend."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Texts:
 
         Args:
           text: the text.
-          special: True puts the start token before the text; None does so unless the text begins with the spelling of
-            `prefix_id`; False does not.
+          special: True puts the start token before the text; False does not; None does, unless the text already begins
+            with the text of the token `prefix_id`.
 
         Raises:
           UserError: the tokenizer can't encode the text, or a token is outside the model's vocabulary.
@@ -168,7 +168,7 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    """Returns the tokenizer's default template if `chosen` is True, or else its template of that name (not a path or text)."""
+    """Returns the tokenizer's default chat template if `chosen` is True, or the template with the name `chosen`."""
     if isinstance(chosen, str):
         owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
         choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)

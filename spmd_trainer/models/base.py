@@ -78,7 +78,7 @@ def praxis_rngs(key: jax.Array) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PraxisModel:
-    """Wraps a praxis model as a `Model`. It ignores `do_eval`: praxis layers read it from praxis' context, which the step sets.
+    """Wraps a praxis model as a `Model`. Ignores `do_eval`: praxis layers get it from praxis' context, where the step sets it.
 
     Attributes:
       model: the praxis model.
@@ -109,13 +109,13 @@ class PraxisModel:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredVariables:
-    """When a model gathers (all-gathers) the variables that a partitioner passes to it sharded, each in a Flax box.
+    """Describes how a model all-gathers its variables. A partitioner may pass them to it sharded, each in a Flax box.
 
     Attributes:
-      where_read: True if the module gets the boxes, so that each layer gathers a variable when it reads it; False if the model
+      where_read: True if the module gets the boxes, so that a variable is gathered when a layer reads it. False if the model
         gathers all variables before it calls the module.
-      stacked_dims: number of leading dimensions over which a loop such as `nn.scan` may run, for variables of rank 2 or more;
-        the partitioner must not split these dimensions.
+      stacked_dims: number of leading dimensions that the partitioner must not shard, because a loop such as `nn.scan` may run
+        over them. It applies to variables of rank 2 or more.
     """
 
     where_read: bool
@@ -123,26 +123,26 @@ class GatheredVariables:
 
 
 class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):  # type: ignore[misc]  # untyped
-    """Base of models of libraries other than praxis. Trainable variables are in the collection 'params', all other variables
-    in 'non_trainable'.
+    """Base class of models of libraries other than praxis. Trainable variables are in the collection 'params', all other
+    variables in 'non_trainable'.
 
     Attributes:
-      inputs: source of the module's arguments: the name of an entry of the batch, several names, a function of the batch that
-        returns one value or a tuple, or None for the whole batch.
-      loss: function (module's output, batch) -> (loss, weight), or -> {name: (mean value, weight)} with an entry 'loss'. All are
-        scalars: a mean over the batch's examples, and the weight of this mean, e.g. the number of examples. The learner's
-        `loss_name` names the entry to minimize; the default is 'loss'. If the function returns only a scalar loss, its weight
-        is the number of rows of the batch, padding rows included. Entries may also be clu metrics, a clu `Collection` stands
-        for its metrics, and the loss may be a clu `Average`. clu metrics are merged over batches, minibatches and devices, and
-        computed on the host, so their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
+      inputs: what the module is called with. A name: this entry of the batch. Several names: these entries. A function of the
+        batch: its result, which is one value or a tuple of values. None: the whole batch.
+      loss: function (module's output, batch) -> (loss, weight), or -> {name: (mean value, weight)}. Both items of a pair are
+        scalars: a mean over the batch's examples, and its weight, e.g. the number of examples. The learner minimizes the entry
+        `loss_name`, by default 'loss'. If the function returns a scalar without a weight, its weight is the number of rows,
+        padding rows included. Entries may also be clu metrics or clu `Collection`s of metrics, and the loss may be a clu
+        `Average`. clu metrics are merged over batches, minibatches and devices. They are computed on the host, so `compute`
+        must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
       per_example: function (module's output, batch) -> arrays with the batch as dimension 0, which evaluations can write to
         files; or None.
       generate: function (variables, batch, PRNG key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. For
         NNX models, the first argument is the module in evaluation mode.
       logical_axis_rules: for modules that annotate their variables with logical axes: a list of (logical axis, target), where
         the target is a mesh axis, a tuple of mesh axes, or None. If the list is empty, annotations name mesh axes.
-      ici_mesh_shape: size of each mesh axis within a slice or host; None is a single axis 'data' over all devices.
-      dcn_mesh_shape: size of each mesh axis across slices or hosts; None is a single slice.
+      ici_mesh_shape: size of each mesh axis within a slice or host; None means a single axis 'data' over all devices.
+      dcn_mesh_shape: size of each mesh axis across slices or hosts; None means a single slice.
       mesh_axis_names: names of the mesh axes.
       fprop_dtype: bfloat16 casts the float32 parameters and the float32 arguments of the module. The loss gets the batch
         uncast, and other variables keep their dtypes. None casts nothing.
@@ -181,7 +181,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
 
     @abc.abstractmethod
     def for_generate(self, mdl_vars: NestedJTensor) -> Any:
-        """Returns what the function `generate` gets as its first argument: the variables, or the module that holds them."""
+        """Returns the first argument for the function `generate`: the variables, or a module that contains them."""
 
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
@@ -240,8 +240,8 @@ def vocabulary_size(task: Any) -> int | None:
 def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, clu_metrics.Metric]]:
     """Splits the result of `task.model.loss` into {name: (mean value, weight)} and {name: clu metric}.
 
-    clu's averages (`Average`, `Accuracy`, ...) become (mean value, weight), so that a loss can be an average. Each metric in a
-    clu `Collection` is named after its field.
+    clu's averages (`Average`, `Accuracy`, ...) become (mean value, weight), so that the loss may be one of them. Each metric in
+    a clu `Collection` is named after its field.
 
     Raises:
       UserError: a metric has none of the supported forms. The message names the metric and its shape.
@@ -270,7 +270,7 @@ def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], di
 
 
 def _with_weight(found: Any, batch: PyTree, *, do_eval: bool) -> Any:
-    """Returns a loss function's result `found`. If it is a scalar without a weight, adds the batch's number of rows as weight."""
+    """Returns `found`, the result of a loss function. If it is a scalar without a weight, adds the number of rows as weight."""
     if not jax.tree_util.all_leaves([found]) or jnp.shape(found):
         return found
     if do_eval and isinstance(batch, Mapping) and "eval_sample_weights" in batch:
@@ -311,15 +311,9 @@ def _pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
-    """Returns the value of a variable that the forward pass has written, cast to the variable's dtype.
+    """Returns `new`, a variable's value after the forward pass, cast to the dtype of `old`, its value before.
 
-    Args:
-      path: the variable's path, as keys of `jax.tree_util`.
-      new: the value that the forward pass has written.
-      old: the value before the forward pass.
-
-    Raises:
-      UserError: the forward pass has changed the variable's shape.
+    Raises UserError if the shape has changed. `path` is the variable's path, as keys of `jax.tree_util`.
     """
     if jnp.shape(new) != old.shape:
         raise UserError(
@@ -330,7 +324,7 @@ def _written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
 
 
 def _check_per_example(found: PyTree, batch: PyTree, what: str) -> None:
-    """Raises UserError if dimension 0 of an array in `found` is not the batch's rows. `what` names the source of `found`."""
+    """Raises UserError unless dimension 0 of each array in `found` has the batch's size. `what` names what returned `found`."""
     rows = _num_rows(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         shape = jnp.shape(leaf)

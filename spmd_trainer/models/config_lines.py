@@ -62,12 +62,12 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
 
 
 def is_flag_of_some(path: str, all_settings: Sequence[Mapping[str, str]]) -> bool:
-    """Returns True if `path` is a flag ('--flag') that at least one of `all_settings` lacks."""
+    """Returns True if `path` is a flag ('--flag') that is missing in at least one of `all_settings`."""
     return path.startswith("--") and any(path not in settings for settings in all_settings)
 
 
 def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
-    """Returns the changes between two configs, given as results of `settings`, sorted by path.
+    """Returns the changes between two configs, sorted by path. `old` and `new` are results of `settings`.
 
     A flag ('--flag') that only one config has doesn't count as a change, because versions of the trainer have different flags.
     """

@@ -31,8 +31,8 @@ def boxed(
 
     Args:
       value: the variable's value.
-      names: the module's annotation of the variable: for each dimension, an axis name, several names, or None. If the
-        variable has no annotation, `names` is None.
+      names: the axis names with which the module annotates the variable: one name, several names or None for each dimension.
+        `names` is None if the variable has no annotation.
       path: the variable's path, for error messages.
       rules: `ModuleModel.logical_axis_rules`.
       trainable: True if the optimizer updates the variable.
@@ -73,7 +73,7 @@ def _mesh_axes(names: Sequence[Any], rules: Sequence[tuple[str, Any]], path: str
     found = [*spec, *[None] * (len(names) - len(spec))]
     first = dict(reversed(list(rules)))
     for name, axes in zip(names, found, strict=True):
-        # A later rule (name, None) for this axis says that leaving it unsplit is intended.
+        # A later rule (name, None) for this axis says that leaving it unsharded is intended.
         if (
             name is not None
             and axes is None

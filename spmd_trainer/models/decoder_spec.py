@@ -1,9 +1,9 @@
 """Settings that describe a decoder-only language model. Model families differ only in the values of these settings.
 
-The table lists a model's variables, below `params/lm/`. V is the vocabulary size, D the model's width, N and K the numbers of
-query heads and of key/value heads, H the width of a head, F the width of a feed-forward layer or expert, E the number of
-experts, and P rotary_dims. Q, R and U are query_dims, key_value_dims and value_dims of `LatentSpec`. G, J, A, B and W are
-num_heads, values_per_head, key_dims, value_dims and conv_width of `DeltaSpec`.
+The table lists a model's variables, whose paths begin with `params/lm/`. V is the vocabulary size, D the model's width, N and K
+the numbers of query heads and of key/value heads, H the width of a head, F the width of a feed-forward layer or expert, E the
+number of experts, S moe.shared_dims, and P rotary_dims. Q, R and U are query_dims, key_value_dims and value_dims of
+`LatentSpec`. G, J, A, B and W are num_heads, values_per_head, key_dims, value_dims and conv_width of `DeltaSpec`.
 
 | variable | shape | present if |
 |---|---|---|
@@ -12,7 +12,8 @@ num_heads, values_per_head, key_dims, value_dims and conv_width of `DeltaSpec`.
 | LAYER/`attention_norm/scale`, LAYER/`mlp_norm/scale` | [D] | norm_placement 'pre' or 'pre_and_post' |
 | LAYER/`attention_post_norm/scale`, LAYER/`mlp_post_norm/scale` | [D] | norm_placement 'post' or 'pre_and_post' |
 | LAYER/`attention/query/w` | [D, N, H]; [Q, N, H] if Q > 0 | always |
-| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | no latent; no value if global_heads.values_are_keys |
+| LAYER/`attention/key/w` | [D, K, H] | no latent |
+| LAYER/`attention/value/w` | [D, K, H] | no latent, and not a global layer with global_heads.values_are_keys |
 | LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
 | LAYER/`attention/query_down/w`, `.../query_down_norm/scale` | [D, Q], [Q] | latent, Q > 0 |
 | LAYER/`attention/key_value_down/w`, `.../key_value_norm/scale` | [D, R + P], [R] | latent |
@@ -23,14 +24,14 @@ num_heads, values_per_head, key_dims, value_dims and conv_width of `DeltaSpec`.
 | LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
 | LAYER/`attention/query_norm/scale`; `.../key_norm/scale` | [N, H]; [K, H] | query_key_norm='all' |
 | LAYER/`attention/gate/w` | [D, N, H] | gated_attention |
-| LAYER/`mlp/gate/w` | [D, F] | gated, no experts |
-| LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | no experts |
-| LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no experts |
-| LAYER/`moe/router/w` | [D, E] | experts |
-| LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | experts |
+| LAYER/`mlp/gate/w` | [D, F] | gated, layer without experts |
+| LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | layer without experts |
+| LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, layer without experts |
+| LAYER/`moe/router/w` | [D, E] | layer with experts |
+| LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | layer with experts |
 | LAYER/`moe/router/b` | [E] | moe.biases |
 | LAYER/`moe/gate/b`, `moe/up/b`; `moe/down/b` | [E, F]; [E, D] | moe.biases |
-| LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
+| LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | S > 0 |
 | LAYER/`moe/shared_gate/w` | [D, 1] | moe.shared_gate |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
@@ -108,23 +109,23 @@ class DecoderSpec:
       head_dims: width of a head's queries and keys, H; without `latent` also of its values.
       global_heads: K and H of the global layers, if they differ from those of the other layers; otherwise None.
       activation: activation of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
-      gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+      gated: if True, the feed-forward layer is down(activation(gate(x)) * up(x)); if False, down(activation(up(x))).
       norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
       norm_epsilon: number that is added to the mean square or variance.
       norm_scale_offset: number that is added to the scale variable; 1 for Gemma, whose variables hold the scale minus 1.
       norm_placement: where attention and feed-forward layers have norms. 'pre': at their input. 'post': at their output,
         before the residual addition. 'pre_and_post': at input and output.
-      qkv_bias: query, key and value projections have biases.
-      output_bias: the attention's output projection has a bias.
-      mlp_bias: the feed-forward layers have biases.
+      qkv_bias: True if query, key and value projections have biases.
+      output_bias: True if the attention's output projection has a bias.
+      mlp_bias: True if the feed-forward layers have biases.
       query_key_norm: RMS norm of queries and keys. None: no norm. 'head': over a head's width, with the same scale for all
         heads. 'all': over all heads together. 'head' and 'all' come before the rotary embedding. 'unit': after the rotary
         embedding, over a head's width, without a scale, and only in layers with rotary embeddings.
-      value_norm: values are divided by their root mean square over a head's width.
+      value_norm: True divides values by their root mean square over a head's width.
       query_scale: multiplier of the attention logits; None for head_dims ** -0.5.
       temperature: makes attention sharper at later positions, in layers without rotary embeddings; or None.
-      gated_attention: the output of each head is multiplied by a sigmoid of another projection of the token (arXiv:2505.06708).
-      attention_sinks: each head has one more, learned logit in its softmax, whose probability is discarded (arXiv:2309.17453).
+      gated_attention: True multiplies each head's output by a sigmoid of another projection of the token (arXiv:2505.06708).
+      attention_sinks: True adds a learned logit to each head's softmax; its probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: maximum sequence length. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
@@ -134,7 +135,7 @@ class DecoderSpec:
         dimensions.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: scaling of the frequencies for long sequences; None for no scaling.
-      local_rotary_base: rotary base of the local layers, to which rotary_scaling then doesn't apply. None: local layers have
+      local_rotary_base: rotary base of the local layers; rotary_scaling then doesn't apply to them. None: local layers have
         the same frequencies as global layers.
       unrotated_kinds: kinds of layers without rotary embeddings.
       layer_pattern: kinds of the layers, 'global', 'local', 'chunked' or 'linear'; the pattern is repeated over all layers.
@@ -142,13 +143,13 @@ class DecoderSpec:
         chunks of `window` tokens; a token sees itself and the tokens before it in its chunk.
       attention_softcap: attention logits x become cap * tanh(x / cap), where cap is this number; None for no cap.
       final_softcap: like attention_softcap, for the logits of the vocabulary.
-      tied_embeddings: the token embedding matrix also computes the logits of the vocabulary.
+      tied_embeddings: True computes the logits of the vocabulary with the token embedding matrix.
       mtp_layers: number of multi-token prediction layers (arXiv:2412.19437). The first predicts the token after the next one,
         each further layer one token later. They add a loss in training and evaluation, and are not used in decoding.
-      mtp_weight: weight of the mean of these layers' losses in the total loss. A layer's loss is a mean over the tokens that
-        it predicts. If minibatches differ in the number of such tokens, it is therefore not exactly that of the whole batch.
+      mtp_weight: weight of the mean of these layers' losses in the total loss. A layer's loss is a mean over the tokens that it
+        predicts. If minibatches have different numbers of such tokens, their average loss differs from that of the whole batch.
       embedding_scale: multiplier of the token embeddings.
-      layer_scale: after each layer, the residual stream is multiplied by a number, a variable that is not trained.
+      layer_scale: True multiplies the residual stream after each layer by a scalar variable that is not trained.
       moe: mixture of experts in place of feed-forward layers, or None.
       latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
       delta: linear attention in the layers of kind 'linear', or None if there are no such layers.
@@ -216,7 +217,7 @@ class DecoderSpec:
 
     @property
     def repeated_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of one period, after which the layers' kinds and experts repeat. It begins after `first_layers`."""
+        """The layers of the first period after `first_layers`. The layers' kinds and experts repeat with this period."""
         period = math.lcm(len(self.layer_pattern), 1 if self.moe is None else self.moe.every)
         return tuple(self._layer(self._num_first + index) for index in range(period))
 
@@ -248,7 +249,7 @@ class DecoderSpec:
         return self.query_key_norm in ("head", "all")
 
     def heads_of(self, kind: str) -> HeadSpec:
-        """Returns the key and value heads of the layers of kind `kind`, e.g. 'local'."""
+        """Returns the number and width of the key and value heads in the layers of kind `kind`, e.g. 'local'."""
         usual = HeadSpec(self.num_kv_heads, self.head_dims)
         return self.global_heads if kind == "global" and self.global_heads is not None else usual
 
@@ -265,8 +266,8 @@ class DecoderSpec:
         """Returns the FLOPs per token of all matrix products, forward and backward, without embedding lookups.
 
         In global layers, a token attends to half of the row on average; in local layers, to at most its window; in chunked
-        layers, to half of its chunk. A linear layer counts three products with each state: reading the key's value, writing a
-        value, and reading the output.
+        layers, to half of its chunk. For a linear layer, three products with each state are counted: reading the key's value,
+        writing a value, and reading the output.
 
         Args:
           num_params: number of trainable parameters that a token uses.

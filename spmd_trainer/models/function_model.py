@@ -56,7 +56,7 @@ class FunctionModel(ModuleModel):
     ) -> tuple[Any, PyTree]:
         """Calls `apply`. Returns its outputs and the new state, {} without `has_state`.
 
-        Raises UserError if the new state has another tree structure than the old state.
+        Raises UserError if the new state's tree structure differs from that of the old state.
         """
         assert self.apply is not None
         known = inspect.signature(self.apply).parameters

@@ -17,8 +17,8 @@ class RotaryScaling:
 
     Attributes:
       kind: 'linear' divides all frequencies by `factor` (arXiv:2306.15595). 'llama3' divides low frequencies by `factor`, keeps
-        high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does so with bounds of its own, and also scales sine
-        and cosine. 'proportional' (Gemma 4) rotates only the fraction `share` of a head's dimension pairs, and divides the
+        high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does the same with different bounds, and also scales
+        sine and cosine. 'proportional' (Gemma 4) rotates only the fraction `share` of a head's dimension pairs, and divides the
         frequencies of these pairs by `factor`.
       factor: new sequence length divided by the original one.
       original_max_positions: sequence length in pretraining, the original length. 'llama3' and 'yarn' need it.
@@ -78,7 +78,8 @@ class HeadSpec:
     Attributes:
       num_kv_heads: number of key and value heads, K; it must divide `DecoderSpec.num_heads`.
       head_dims: width of a head, H.
-      values_are_keys: a head's values are its keys before their norm and rotary embedding, so values have no projection.
+      values_are_keys: True uses a head's keys, before their norm and rotary embedding, as its values. There is then no value
+        projection.
     """
 
     num_kv_heads: int = 0
@@ -135,24 +136,24 @@ class MoeSpec:
       every: of each `every` consecutive layers, only the last one has experts; the others have a feed-forward layer like the
         first `dense_layers` layers.
       score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each logit.
-      normalise_top_k: divide the scores of a token's experts by the sum of these scores.
+      normalise_top_k: True divides the scores of a token's experts by the sum of these scores.
       scaling_factor: multiplier of the routed experts' weights, applied after `normalise_top_k`.
       weigh_inputs: True multiplies an expert's input by the expert's weight; False multiplies its output.
       num_groups: number of equally large groups of experts. A token's experts are chosen from its best `num_chosen_groups`
-        groups; a group's score is the sum of its two highest expert scores (DeepSeek V3, arXiv:2412.19437). 1: no groups.
+        groups; a group's score is the sum of its two highest expert scores (DeepSeek V3, arXiv:2412.19437). 1 disables this.
       num_chosen_groups: number of groups that a token's experts are chosen from.
       shared_dims: width of the shared experts, a feed-forward layer beside the routed experts that all tokens go through. 0: no
         shared experts.
-      shared_gate: the shared experts' output is multiplied by a sigmoid of a projection of the token to one number.
-      biases: the router and the experts have biases; shared experts have none.
+      shared_gate: True multiplies the shared experts' output by a sigmoid of a projection of the token to one number.
+      biases: True gives biases to the router and the experts, but not to the shared experts.
       swiglu_limit: limit L of an expert's activations: its gate is clipped to at most L, and its `up` to [-L, L]. The expert is
         then down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: experts use
         `DecoderSpec.activation`.
       swiglu_alpha: see `swiglu_limit`.
-      choice_bias: experts and groups are chosen by score + bias, with one bias for each expert; an expert's weight is computed
-        from its score without the bias. After each training step, the bias of an expert with less than the mean load rises by
-        `choice_bias_rate`, and the bias of an expert with more load falls by it (arXiv:2408.15664). The load counts the tokens
-        of the whole batch, without padding. Training only adapters doesn't change the biases.
+      choice_bias: True chooses experts and groups by score + bias, with one bias for each expert; an expert's weight is still
+        computed from its score without the bias. After each training step, the bias of an expert with less than the mean load
+        rises by `choice_bias_rate`, and that of an expert with more load falls by it (arXiv:2408.15664). The load is the number
+        of the expert's tokens in the whole batch, without padding. Training only adapters doesn't change the biases.
       choice_bias_rate: see `choice_bias`. 0 keeps the biases unchanged.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
         loss. For this loss, 'sigmoid' scores are divided by their sum.
@@ -265,14 +266,14 @@ class DeltaSpec:
 
 
 def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:
-    """Returns an error sentence for each of these fields of `spec` that is not above 0."""
+    """Returns an error sentence for each of the given fields of `spec` whose value is not above 0."""
     return [
         f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
     ]
 
 
 def not_whole(spec: object, fields: tuple[str, ...], *, at_least: int) -> list[str]:
-    """Returns an error sentence for each of these fields of `spec` that is not a whole number of `at_least` or more."""
+    """Returns an error sentence for each of the given fields of `spec` that isn't a whole number, or is below `at_least`."""
     values = {field: getattr(spec, field) for field in fields}
     return [
         f"{field}={value}; give a whole number of {at_least} or more"
@@ -282,7 +283,7 @@ def not_whole(spec: object, fields: tuple[str, ...], *, at_least: int) -> list[s
 
 
 def negative(spec: object, fields: tuple[str, ...]) -> list[str]:
-    """Returns an error sentence for each of these fields of `spec` that is below 0."""
+    """Returns an error sentence for each of the given fields of `spec` whose value is below 0."""
     return [f"{field}={getattr(spec, field)}; give 0 or more" for field in fields if not getattr(spec, field) >= 0]
 
 

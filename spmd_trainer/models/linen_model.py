@@ -39,10 +39,10 @@ class LinenModel(ModuleModel):
 
     Attributes:
       module: config of the module's class.
-      mode_argument: name of the argument of the module's `__call__`, or of the field, that selects training or evaluation.
-        Known names are `train`, `training`, `is_training` (True in training), `deterministic` and `use_running_average` (False
-        in training). For other or several names, give {name: value in training}. None uses the argument of `__call__` with a
-        known name, or else the field with a known name; '' uses none.
+      mode_argument: name of the `__call__` argument, or of the module's field, that selects training or evaluation. Known names
+        are `train`, `training`, `is_training` (True in training), `deterministic` and `use_running_average` (False in
+        training). For an unknown name or several names, give {name: value in training}. None finds the `__call__` argument with
+        a known name, or else the field with a known name. '' leaves the mode as the module sets it.
       rng_streams: names of the random streams that the module draws from in training. Initialization also has 'params'.
       dropped_collections: collections that are not kept in the train state, e.g. because the module sows intermediates in them.
     """

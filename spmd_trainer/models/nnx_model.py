@@ -160,7 +160,7 @@ def _check_attributes(module: nnx.Module) -> None:
 
 
 def _random(variable: Any, path: _Path, key: jax.Array) -> jax.Array:
-    """Returns the value that `variable`, a random stream's key or counter, has when a step with PRNG key `key` begins."""
+    """Returns the initial value of a random stream's key or counter (`variable`) in a step with the PRNG key `key`."""
     shape = variable.get_value().shape
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(shape, variable.get_value().dtype)
@@ -174,10 +174,7 @@ def _axes(variable: Any) -> Any:
 
 
 def _refuse_write(path: str, variable: Any, value: Any) -> None:
-    """Raises UserError: the hook of a trainable parameter calls this if the forward pass assigns a value to the parameter.
-
-    A training step would drop the new value.
-    """
+    """Raises UserError. Trainable parameters call this hook if the forward pass assigns a value, which would be lost."""
     del variable, value
     raise UserError(
         f"task.model.module writes its parameter {path} in the forward pass, where only the optimizer may; make it an "

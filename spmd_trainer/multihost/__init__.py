@@ -6,7 +6,7 @@
     multihost.gather('the parts', mine)         returns the values of all processes
     multihost.barrier('the file is written')    waits for all processes
     multihost.join.meet(...)                    connects the processes, before any device is used; the command line calls it
-    multihost.loss.Peers(...)                   notices that a process died, failed or stopped, and ends the others
+    multihost.loss.Peers(...)                   makes a process exit if one of the others died, failed or stopped
 
 A Python program that has called `jax.distributed.initialize` itself can use all but the last two.
 """

@@ -1,11 +1,11 @@
 """Exchanges values between the processes of a job: broadcast, gather, agreement and barrier.
 
 Values travel through the key-value store of JAX's coordination service, not through the devices. This needs no compiled
-program, works before a device is initialised, cannot be mixed up with the collectives of a training step, and has a timeout.
+program, works before a device is initialized, cannot be mixed up with the collectives of a training step, and has a timeout.
 With one process, calls return at once. Process 0 collects the values and answers all; the others send one message per call.
 
-All processes of the job must make the same calls. Calls of one name must come in the same order on every process; calls of
-different names may come from different threads.
+All processes of the job must make the same calls. Calls with the same `name` must come in the same order on every process.
+Calls with different names may come from different threads.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def gather(
 
     Args:
       name: name of the value, for messages; must be the same on all processes.
-      value: this process's value, which must be JSON-serialisable.
+      value: this process's value, which must be JSON-serializable.
       timeout: seconds to wait for the other processes.
-      cancelled: an event; setting it in another thread ends the wait.
+      cancelled: an event. If a different thread sets it, the wait is given up and `Cancelled` is raised.
 
     Raises:
       DisagreementError: a process did not make this call in time.
@@ -137,7 +137,7 @@ def _exchange(name: str, value: object, timeout: float, cancelled: threading.Eve
 
 
 def _wait_for(client: service.Client, key: str, ends: float, cancelled: threading.Event | None) -> str | None:
-    """Returns the value of `key` once it is set; None if it isn't set by the time `ends` (of `time.monotonic()`)."""
+    """Returns the value of `key` once it is set; None if it isn't set before `time.monotonic()` reaches `ends`."""
     while True:
         left = max(_POLL_SECONDS, ends - time.monotonic())
         value = service.wait_for(client, key, left if cancelled is None else _POLL_SECONDS)
@@ -174,5 +174,5 @@ def _client() -> service.Client:
 
 
 def _count() -> int:
-    """Returns the number of processes. Initialises devices only if the process is not connected to the coordination service."""
+    """Returns the number of processes. Initializes devices only if the process is not connected to the coordination service."""
     return service.joined()[0] if service.client() is not None else jax.process_count()

@@ -1,4 +1,4 @@
-"""Connects the processes of a job before any device is initialised: all join the job, or each reports why it can't start.
+"""Connects the processes of a job before any device is initialized: all join the job, or each reports why the job can't start.
 
 Process 0 starts JAX's coordination service. Each process announces itself there, and process 0 answers all of them with one
 verdict: go, refused (they don't form one job), or absent (a process is missing or failed). JAX gets the client only after a go.
@@ -59,8 +59,8 @@ class Member:
       count: number of processes in the job, according to the settings of this process.
       version: version of the trainer.
       name: host and pid, for messages.
-      nonce: random text that tells two processes with the same process id apart.
-      failed: why this process will not join the job, on one line; '' if it will.
+      nonce: random text that distinguishes two processes with the same process id.
+      failed: the reason why this process will not join the job, on one line; '' if it will join.
       beat: number of earlier announcements of this process.
     """
 
@@ -165,7 +165,8 @@ def say_failed(address: str, own: Member, bind_address: str | None = None) -> No
 def _judge(client: service.Client, address: str, own: Member, seconds: float, elsewhere: threading.Event) -> None:
     """Runs on process 0: waits for all processes, and publishes the verdict (go, refused or absent).
 
-    If the verdict is not go, returns only when all processes have read the verdict, or after `_LINGER_SECONDS`.
+    If the verdict is not go, returns only when all processes have read it, or after `_LINGER_SECONDS`. Publishes nothing once
+    `elsewhere` is set, which means that this process got its verdict from a different process 0.
     """
     members: dict[str, Member] = {}
     try:
@@ -194,7 +195,7 @@ def _decided(
     elsewhere: threading.Event,
     members: dict[str, Member],
 ) -> tuple[str, str]:
-    """Waits for all processes, and adds them to `members`, {nonce: member}. Returns the verdict and its text."""
+    """Waits until all processes are in `members`, {nonce: member}, or `elsewhere` is set. Returns the verdict and its text."""
     began = last_report = time.monotonic()
     came: dict[str, float] = {}
     heard: dict[str, float] = {}
@@ -345,7 +346,7 @@ def sealed(key: str, text: str) -> str:
 
 
 def opened(key: str, said: str) -> str | None:
-    """Inverts `sealed`: returns the text in `said`, the value of a key; None if its signature is wrong."""
+    """Inverts `sealed`: returns the text that `said`, the value of `key`, contains; None if the signature is wrong."""
     signature, _, text = said.partition(" ")
     token = os.environ.get(_TOKEN, "")
     right = _signature(token, key, text) if token else "-"

@@ -1,9 +1,9 @@
-"""Notices that a process of the job died, failed or stopped, and ends the other processes with a message that names it.
+"""Notices that a process of the job died, failed or stopped. The other processes then exit with a message that names it.
 
 Every process sends heartbeats ("beats"): it increments a number in the key-value store of JAX's coordination service. Process 0
 watches the numbers of all processes; the others watch the number of process 0. A process that knows why the job must end writes
 the reason to the store as the job's *news*, which all processes read about every half second. A process whose collective fails
-sends a *call*, which all processes answer at once with a heartbeat, so that a process that is gone is found within seconds.
+sends a *call*, which the others must answer at once with a heartbeat. So a dead process is found within seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DONE = "done"
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """Why the job ends: what happened (`kind`, `_FAILED` or `_LOST`), to which process, and a message about it (`what`)."""
+    """The reason why the job ends: the process that failed or was lost, which of the two (`kind`), and a message (`what`)."""
 
     kind: str
     process: int
@@ -53,7 +53,7 @@ class _News:
 
     @classmethod
     def parse(cls, said: str | None) -> _News | None:
-        """Returns the news in `said`, a text from the store; None if there is no text, or its signature is wrong."""
+        """Returns the news that the text `said` contains; None if there is no text, or its signature is wrong."""
         text = None if said is None else opened(_NEWS, said)
         try:
             kind, process, what = (text or "").split(" ", 2)
@@ -68,7 +68,7 @@ class _News:
 
 @dataclasses.dataclass
 class _Other:
-    """The last heartbeat of another process, when it was heard (`time.monotonic()`), and whether a warning was logged since."""
+    """A watched process: its last heartbeat, the `time.monotonic()` at which it was heard, and whether a warning followed."""
 
     beat: str
     heard: float
@@ -76,7 +76,7 @@ class _Other:
 
 
 class Peers:
-    """Watches the job's other processes, and ends this process if one of them dies, fails or stops.
+    """Watches the job's other processes, and makes this process exit if one of them dies, fails or stops.
 
     Attributes:
       count: number of processes in the job.
@@ -106,7 +106,7 @@ class Peers:
         self._index = index
         self._limit = heartbeat_seconds
         self._last_beat = last_beat
-        # Events: ignore the end of other processes; the threads are to end; there is news; all processes have finished.
+        # Events: this process ignores that others exit; the threads must stop; there is news; all processes have finished.
         self._leaving, self._stopped, self._has_news, self._all_done = (threading.Event() for _ in range(4))
         now = time.monotonic()
         # Process 0 watches all others; each of them watches process 0.
@@ -120,7 +120,7 @@ class Peers:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Starts two threads: one sends heartbeats, and may block while process 0 is silent; one finds silent processes."""
+        """Starts two threads. One sends heartbeats, and may block while process 0 is silent. The other finds silent processes."""
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._clock, name="peer-watch", daemon=True).start()
@@ -131,13 +131,13 @@ class Peers:
         return tuple(process for process, other in list(self._others.items()) if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
-        """Makes this process ignore from now on that other processes end. It continues to send heartbeats until it exits."""
+        """From now on, this process doesn't exit if others do. It continues to send heartbeats until it exits by itself."""
         self._leaving.set()
 
     def say_goodbye(self) -> None:
         """Tells the others that this process has finished its work, and waits until all processes have finished.
 
-        It waits because the devices of other processes may need data from this process's devices until then.
+        This process must wait because the other processes' devices may need data from its devices until then.
         """
         self.begin_to_leave()
         self._say_gone(_DONE)
@@ -175,9 +175,9 @@ class Peers:
         self._let_others_go(seconds)
 
     def wait_for_news(self) -> None:
-        """Waits, after a collective has failed, for news of a process that died or failed. If it comes, this process exits.
+        """Waits, after a collective has failed, for news that another process died or failed. If news comes, this process exits.
 
-        Returns if no news comes: then this process itself has made the collective fail.
+        Returns if no news comes. Then the cause of the failure is in this process.
         """
         call = f"{self._index} {time.time()}"
         self._tried(lambda: self._client.key_value_set(_CALL, call, allow_overwrite=True))
@@ -199,7 +199,7 @@ class Peers:
                 has_failed = True
 
     def _turn(self) -> None:
-        """Sends a heartbeat if one is due or a call asks for one. Ends this process if there is news."""
+        """Sends a heartbeat if one is due or a call requests one. Makes this process exit if there is news."""
         now = time.monotonic()
         if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
             self._beat()
@@ -240,7 +240,7 @@ class Peers:
     def _take_gone(self) -> None:
         """Stops watching the processes that have announced that they exit.
 
-        If one of these has not finished its work, ends this process and the others.
+        If one of these has not finished its work, makes this process and the others exit.
         """
         for process, said in self._by_process(_GONE).items():
             why = opened(f"{_GONE}/{process}", said)
@@ -286,7 +286,7 @@ class Peers:
         self._on_news(news)
 
     def _on_news(self, news: _News) -> None:
-        """Ends this process because of the news that another process is gone."""
+        """Makes this process exit because of the news that another process is gone."""
         with self._lock:
             if self._leaving.is_set():
                 return

@@ -1,15 +1,15 @@
 """Access to JAX's coordination service. Only this module uses its private names (see `tests/test_private_names.py`).
 
-JAX has no public names for the service. `jax.distributed.initialize` is not used, because a process can neither survive its
-errors nor learn what they are: it connects with the process id alone, waits for all others, and aborts with a C++ stack trace
-if two processes have the same id, an id is too high, or process 0 dies. The service itself can do better:
+JAX has no public names for the service. `jax.distributed.initialize` is not used, because its failures end the process and don't
+tell the cause: it connects with the process id alone, waits for all others, and aborts with a C++ stack trace if two processes
+have the same id, an id is too high, or process 0 dies. The service itself can do better:
 
 - It is *recoverable*: a task that disappears is not an error for the others, and a task may connect again. So process 0, when
   it starts the service, connects once as every task. After that, a process that starts is connected at once, even if others
   are missing, and can use the key-value store to find out whether it belongs to this job (`join`).
-- A client aborts its process when its *error poll* fails, which it does as soon as process 0 is gone. A newer poll of the same
-  task ends the older one quietly, so `connect` lets a second client poll once and drops it. Instead, `loss.Peers` ends the
-  process, with a message.
+- A client aborts its process when its *error poll* fails, which happens as soon as process 0 is gone. A newer poll of the same
+  task replaces the older one without an error. So `connect` lets a second client poll once, and then drops this client. Instead
+  of the poll, `loss.Peers` makes the process exit, with a message.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Client(Protocol):
 
 
 def joined() -> tuple[int, int]:
-    """Returns (number of processes in the job, id of this process); (1, 0) before processes connect. Initialises no device."""
-    # `jax.process_count()` would initialise the devices.
+    """Returns (number of processes in the job, id of this process); (1, 0) before processes connect. Initializes no device."""
+    # `jax.process_count()` would initialize the devices.
     return (global_state.num_processes or 1, global_state.process_id or 0)
 
 
 def client() -> Client | None:
-    """Returns JAX's client of the job's coordination service; None before processes connect. Initialises no device."""
+    """Returns JAX's client of the job's coordination service; None before processes connect. Initializes no device."""
     found: Client | None = global_state.client
     return found
 
@@ -154,7 +154,7 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
 
 
 def _connect_for_another(client: _jax.DistributedRuntimeClient) -> None:
-    """Connects as a task whose process hasn't started. Ignores failures, e.g. on a busy machine: that process connects itself."""
+    """Connects as a task whose process hasn't started. Ignores failures, e.g. on a busy machine: the process connects later."""
     with contextlib.suppress(RuntimeError, jax.errors.JaxRuntimeError):
         client.connect()
 
@@ -238,7 +238,7 @@ def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None
     """Returns the coordinator's address, the number of processes, this process's id and its accelerators, as JAX detects them.
 
     Args:
-      seconds: timeout for kinds of clusters whose detection asks a server.
+      seconds: timeout for kinds of clusters that JAX detects by a request to a server.
 
     Raises:
       RuntimeError, ValueError: JAX detects no cluster of a kind that it knows.
@@ -266,7 +266,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def answers(address: str) -> str:
     """Returns '' if something accepts connections at 'host:port', else the reason for the failure.
 
-    JAX's client can't say this: it waits for a service, and retries at growing intervals.
+    JAX's client can't tell this, because it waits for a service, and retries at growing intervals.
     """
     try:
         socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()
@@ -280,7 +280,7 @@ def _bracketed(host: str) -> str:
 
 
 def _default_bind_address(address: str) -> str:
-    """Returns the coordinator's address, or '[::]:port' (all addresses) if its host name resolves to a loopback address here.
+    """Returns the coordinator's address, or '[::]:port' (all addresses) if its host name is a loopback address on this host.
 
     For example, Debian's /etc/hosts gives a host's own name the loopback address 127.0.1.1.
     """
@@ -300,7 +300,7 @@ def _default_bind_address(address: str) -> str:
 def _check_is_free(address: str, given: bool) -> None:
     """Waits up to `BUSY_SECONDS` until a port is free.
 
-    jaxlib doesn't check this well: it ends the process if it can't listen, and may share a port with another job's service.
+    jaxlib doesn't check this well: it may share a port with a different job's service, and the process exits if it can't listen.
 
     Raises:
       UserError: something else listens on the port, or the address is not one of this host's.

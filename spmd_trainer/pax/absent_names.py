@@ -9,7 +9,7 @@ from spmd_trainer.errors import UserError
 
 
 class AbsentNameError(UserError, NotImplementedError):
-    """Raised when a paxml name is used that this trainer doesn't have. The message says what to use instead."""
+    """Raised when code uses a paxml name that this trainer doesn't have. The message says what to use instead."""
 
 
 class Absent:

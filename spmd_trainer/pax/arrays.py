@@ -39,7 +39,7 @@ ZARR_METADATA = ".zarray"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PaxArray:
-    """A stored array. `np.asarray(x)` reads the whole array, `x[2:4]` a part, both without padding if `logical_shape` is known.
+    """A stored array, read by `np.asarray(x)` or, in part, by `x[2:4]`. If `logical_shape` is known, padding is left out.
 
     Attributes:
       path: the variable's path, e.g. 'opt_states/0/no_prefix/2/m/params/lm/w'.
@@ -47,9 +47,9 @@ class PaxArray:
       stored_shape: the shape on disk, which Pax may have padded.
       dtype: the element type.
       logical_shape: the shape without padding; None if the checkpoint does not record it.
-      shards: the number of shards along each dimension when Pax saved the array; None if the checkpoint does not record it.
-        Pax pads a dimension to a multiple of this number.
-      start_reading: given slices, starts to read a part of the stored array; returns a function that waits for the part.
+      shards: the number of shards along each dimension when Pax saved the array; None if the checkpoint does not record it. Pax
+        pads a dimension to a multiple of this number.
+      start_reading: starts to read the part that a tuple of slices selects; returns a function that waits for that part.
     """
 
     path: str
@@ -88,7 +88,7 @@ class PaxArray:
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         """Reads the part that an index selects.
 
-        Slices and integers read only this part from storage. Other indices and negative steps read the whole array.
+        With integers and slices of positive step, only this part is read from storage. Any other index reads the whole array.
         """
         given = index if isinstance(index, tuple) else (index,)
         whole = [slice(0, size) for size in self.shape]
@@ -114,7 +114,7 @@ def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> di
     """Opens zarr arrays for reading. Their metadata is read concurrently.
 
     Args:
-      specs: {name of an array: TensorStore's spec of its key-value store}.
+      specs: {array name: TensorStore spec of the key-value store that has this array}.
       checkpoint: the checkpoint's name in error messages.
 
     Raises:
@@ -183,5 +183,5 @@ def _damaged(why: str, name: str, checkpoint: str) -> PaxDamagedError:
 
 
 def shard_counts(chunks: Sequence[int | None], shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of shards along each dimension of an array, given its chunks: Pax stores each shard as one chunk."""
+    """Returns an array's number of shards along each dimension, given the chunk sizes. Pax stores each shard as one chunk."""
     return tuple(-(-size // max(1, chunk or size)) for size, chunk in zip(shape, chunks, strict=True))

@@ -1,7 +1,7 @@
-"""Input over TFRecord files of masked language-model examples, in the format of MLPerf's BERT. Needs TensorFlow.
+"""Input that reads masked language-model examples from TFRecord files in the format of MLPerf's BERT. Needs TensorFlow.
 
-Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`. The order of examples, the packing and the
-random numbers differ from paxml's.
+Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`. The order of examples, the packing and the random
+numbers differ from paxml's.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ class MaskingSettings:
 
 
 class TFRecordBertInput(indexed.CheckpointedInput):
-    """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`.
+    """Reads TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`.
 
     In a batch, `labels`, `masked_ids` and `segment_pos` are int32, and `masked_pos`, `segment_ids` and `paddings` are float32;
     all are [batch_size, max_sequence_length]. The first end-of-text token of each example is left out.
 
-    Training is endless: each epoch gives every example once, in an order drawn from (input_random_seed, epoch). With
-    `enable_packing`, each window of `prepacking_batch_size` examples of this order is packed into rows. With H
-    processes, process h takes the windows h, h + H, h + 2H, ...; a saved position is then valid only for the same
-    number of processes. Evaluation gives every example once, in order, and fills up the last batch with empty rows.
+    Training never ends. Each epoch yields every example once, in a random order that depends on `input_random_seed` and the
+    epoch. With `enable_packing`, each window of `prepacking_batch_size` consecutive examples is packed into rows. Of H
+    processes, process h takes the windows h, h + H, h + 2H, ..., so a saved position is valid only for the same number of
+    processes. Evaluation yields every example once, in order, and fills up the last batch with empty rows.
 
     Attributes:
       input_file: path, folder or glob pattern of TFRecord files, or several of these.
       max_sequence_length: number of tokens in each example and each row.
       max_predictions_per_seq: maximum number of masked tokens per example.
       eos_token_id: id of the end-of-text token.
-      eval_data_size: ignored: the examples are counted.
-      file_buffer_size: ignored: all examples are shuffled.
+      eval_data_size: ignored, because the examples are counted.
+      file_buffer_size: ignored, because all examples are shuffled together.
       enable_packing: in training, put several examples into a row.
       prepacking_batch_size: number of examples packed together.
       remask: in training, draw new masked tokens each epoch.
-      mlm_augmenter: how `remask` draws the masked tokens; see `MaskingSettings`.
-      num_samples: ignored: the examples are counted.
+      mlm_augmenter: settings for drawing masked tokens if `remask` is True.
+      num_samples: ignored, because the examples are counted.
     """
 
     input_file: Any = None
@@ -103,7 +103,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
-        """The records of all files. Raises UserError if there are no records, or a file can't be read or is broken."""
+        """The records of all files. Raises UserError if there are none, or if a file is damaged or can't be read."""
         with self.naming():
             return record_files.RecordFiles(self.input_file)
 
@@ -130,8 +130,8 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         """Returns the next batch.
 
         Raises:
-          StopIteration: a finite input has ended.
-          UserError: a record is broken or has another format.
+          StopIteration: evaluation has used all batches.
+          UserError: a record is damaged, or lacks an expected feature or an end-of-text token.
         """
         if self.enable_packing:
             return self._batch(self._packed_rows())
@@ -191,7 +191,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     _packed: tuple[int, Rows] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def _pack(self, rows: Rows, window: int) -> Rows:
-        """Packs a window's examples into rows, and shuffles the rows. In each row, segment ids count from 1."""
+        """Packs a window's examples, given one per row, into fewer rows. Shuffles these. Segment ids start at 1 in each row."""
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
@@ -210,7 +210,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return {name: values[shuffled] for name, values in packed.items()}
 
     def _rows(self, indices: np.ndarray) -> Rows:
-        """Reads the examples at the given positions of the example order, one per row. Skips positions past the end."""
+        """Reads the examples at positions `indices` of the example order, one per row. Skips positions past the end."""
         numbers = self._order.examples(int(indices[0]), len(indices))
         numbers = numbers[numbers < len(self.records)]
         if not len(numbers):  # all rows of the last batch belong to other processes
@@ -257,7 +257,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return self._masked_anew(example, index) if self.remask else example
 
     def _masked_anew(self, example: Rows, index: int) -> Rows:
-        """Returns an example with newly drawn masked tokens. Its position in the example order, `index`, seeds the draw."""
+        """Returns an example with newly drawn masked tokens. `index`, its position in the example order, seeds the draw."""
         p, labels = self.mlm_augmenter, example["labels"]
         rng = np.random.default_rng([self.input_random_seed or 0, index])
         draw = rng.random(len(labels)) + 2 * (example["segment_ids"] == 0)  # never a padding token

@@ -6,18 +6,18 @@ imported, nothing changes. Files in site-packages stay as they are, and calling 
 
 What is restored, why praxis needs it, and how:
 
-- `jax.tree_map`: 213 call sites; removed in JAX 0.6. Restored as `jax.tree.map` with the old rule that a None in the first tree
-  gives None, whatever the other trees have there (chunked and lazy-prefix decode rely on it).
+- `jax.tree_map`: called in 213 places; removed in JAX 0.6. Restored as `jax.tree.map`, but as before, a None in the first tree
+  gives None, whatever the other trees have in that position (chunked and lazy-prefix decode rely on it).
 - `jax.tree_flatten`: used by `py_utils.update_matched_variables`. Restored as `jax.tree.flatten`.
 - `jax.lib.xla_client`: imported by `base_input` for custom device orders, which are not supported. Restored as a stand-in whose
   `OpSharding` raises an error.
-- `pxla.thread_resources`: tells praxis the ambient mesh. Restored as a view of the mesh of `jax.set_mesh` or `with mesh:`.
+- `pxla.thread_resources`: gives praxis the ambient mesh. Restored as a view of the mesh of `jax.set_mesh` or `with mesh:`.
 - `jnp.reshape(newshape=)`: used only by `decoder_utils` (beam search, token samplers), whose `jnp` is wrapped to accept it.
 - `jnp.issubdtype(array, ...)`: used by `optimizers.apply_ema_weights`; deprecated, an error in a later JAX. The `jnp` of
   `optimizers` is wrapped to accept arrays.
-- `int(array of one element)`: in `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on. The three ids become scalars.
-- `py_utils.with_sharding_constraint`: used for every split of an activation. XLA computes wrong products for some orders of the
-  mesh axes that split a batch, so they are put in an order for which it computes right ones: `sharding.constraints.computable`.
+- `int(x)` of a one-element array: used by `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on. It now gets scalars.
+- `py_utils.with_sharding_constraint`: called for every activation that praxis shards. If a batch is sharded over several mesh
+  axes, XLA computes wrong products for some orders of these axes, so `sharding.constraints.computable` reorders the axes.
 
 What is changed for a faster start:
 
@@ -74,16 +74,16 @@ def install() -> None:
 
 
 class PraxisFinder(importlib.abc.MetaPathFinder):
-    """Import hook that restores JAX's old names before praxis is executed, and fixes a few praxis modules afterwards.
+    """Import hook that restores JAX's old names for praxis, and fixes a few praxis modules when they are imported.
 
-    Nothing changes when a module is found, only when it is executed.
+    The changes are made when a module is executed. Finding a module (`find_spec`) changes nothing.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Returns the spec of a module that this hook handles, and None for any other module.
 
-        The hook handles praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`. If praxis or
-        lingvo is not installed, executing the module raises an error with the command that installs it.
+        The hook handles praxis, lingvo, `praxis.layers`, the modules of `_MODULE_MENDS` and, once praxis is imported, those of
+        `_LAZY_MODULES`. If praxis or lingvo is not installed, importing it raises an error with the command that installs it.
         """
         is_lazy = fullname in _LAZY_MODULES and "praxis" in sys.modules
         if not (fullname in installation.UNRESOLVABLE or fullname in _MODULE_MENDS or is_lazy or fullname == _LAYERS):
@@ -141,7 +141,7 @@ def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
     """Returns the names that a package's `__init__.py`, given as source text, imports from each module of the package.
 
     Returns:
-      {module name relative to the package: imported names}; None if the file has other statements, star imports or renames.
+      {module name relative to the package: imported names}; None if the file has any other statement, `import *` or `as`.
     """
     found: dict[str, list[str]] = collections.defaultdict(list)
     first, *rest = ast.parse(source).body
@@ -166,7 +166,7 @@ class _LazyNamesLoader(_MendingLoader):
     """
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Makes the package import each name at its first use; executes it as usual if `names_by_module` returns None."""
+        """Makes the package import each name at its first use. Executes it as usual if `names_by_module` returns None."""
         names = names_by_module(self._loader.get_source(module.__name__), module.__name__)
         if names is None:
             self._loader.exec_module(module)

@@ -57,10 +57,10 @@ class PaxSource(CheckpointSource):
           wanted: the model's variables by path, in the order of the state's leaves.
 
         Raises:
-          PaxMismatchError: the step is a msgpack file whose structure can't be parsed, and its number of leaves differs from the
-            model's.
-          PaxDamagedError: `wanted` has no variables with elements, and the step lacks an array that its metadata lists. If
-            `wanted` has some, `require_fit` reports the missing arrays instead.
+          PaxMismatchError: the step is a msgpack file whose structure can't be parsed, and its number of leaves doesn't fit the
+            model.
+          PaxDamagedError: the step lacks an array that its metadata lists. This is checked here only if no variable in `wanted`
+            has elements; otherwise `require_fit` reports missing arrays.
         """
         # Pax saves no arrays without elements.
         stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
@@ -83,7 +83,7 @@ class PaxSource(CheckpointSource):
         return agreed(lambda: placing.read_onto_mesh(wanted, arrays, mesh, self.name))
 
     def input_state(self) -> dict[str, Any] | None:
-        """Returns {'state': bytes}, the saved position of this process' training input. If missing, warns and returns None."""
+        """Returns {'state': bytes}, the position of this process's training input. If it is missing, warns and returns None."""
         folder = self.contents.path / steps.INPUT
         name = f"process_{jax.process_index()}-of-{jax.process_count()}"
         try:
@@ -102,7 +102,7 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
 
     Args:
       directory: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
-      step: the step number; None for the step whose directory was given, or the newest finished step.
+      step: the step number; None for the step whose directory is given, if any, and otherwise for the newest finished step.
       variables: the model's variables, as a TrainState of VariableSpecs.
 
     Returns:
@@ -136,12 +136,12 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
 
 
 def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
-    """Describes a stored array, with the model's logical shape if that is possible, otherwise with the checkpoint's shape.
+    """Describes a stored array. Its shape is the model's logical shape if that fits, otherwise the checkpoint's shape.
 
     Args:
       array: the stored array.
       spec: the model's variable with the same path, or None.
-      others: all arrays of the checkpoint by path.
+      others: all arrays of the checkpoint by path, among them the model variable that an optimizer state belongs to.
     """
     shape = array.shape
     if spec is not None:
@@ -153,7 +153,7 @@ def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, P
 
 
 def _padded_unlike_its_variable(array: PaxArray, spec: VariableSpec, others: Mapping[str, PaxArray]) -> bool:
-    """Returns True if an optimizer state has the logical shape of its model variable, but another stored shape."""
+    """Returns True if an optimizer state has the same logical shape as its model variable, but a different stored shape."""
     variable = shapes.variable_of(array.path, others)
     same = variable is not None and variable.logical_shape == tuple(spec.logical_shape)
     return same and variable is not None and variable.stored_shape != array.stored_shape
@@ -222,7 +222,7 @@ def convert(
     variables: TrainState | None = None,
     mesh: Mesh | None = None,
 ) -> int:
-    """Writes a step of a Pax checkpoint as a step of this trainer. `src` is only read.
+    """Converts a step of a Pax checkpoint to a checkpoint of this trainer. Does not change `src`.
 
     Args:
       src: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
@@ -230,15 +230,15 @@ def convert(
       step: the step number; None for the newest step.
       variables: the model's state, as a TrainState of VariableSpecs. Without it, the logical shapes of optimizer states are
         derived from those of the model variables.
-      mesh: the mesh over which `variables` are split.
+      mesh: the mesh over which `variables` are sharded. If None, `variables` is ignored.
 
     Returns:
       The step number.
 
     Raises:
-      PaxMismatchError: the checkpoint has other variables than `variables`, its padding is not zero, or without `variables`,
-        some logical shape can't be derived.
-      PaxError: `dst` is in the Pax directory, or already has this step or a newer one. See `read_checkpoint` for others.
+      PaxMismatchError: the checkpoint's variables don't match `variables`, its padding is not zero, or a logical shape can't be
+        derived (without `variables`).
+      PaxError: `dst` is in the Pax directory, or has this step or a newer one. For other reasons, see `read_checkpoint`.
       CheckpointError: the step can't be written.
     """
     contents, target = open_checkpoint(src, step), epath.Path(dst)
@@ -274,7 +274,7 @@ def _check_target(contents: Contents, target: epath.Path) -> None:
 
 
 def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], Mapping[str, PaxArray]]:
-    """Returns {path: VariableSpec} and {path: array} from the checkpoint's metadata alone. The specs split no dimension."""
+    """Returns {path: VariableSpec} and {path: array} from the checkpoint's metadata alone. The specs shard no dimension."""
     arrays = contents.by_path()
     unknown = [array for array in arrays.values() if array.logical_shape is None]
     if unknown:

@@ -1,9 +1,9 @@
 """Opens one step of a Pax checkpoint: finds its version, its kind and its arrays, without reading the arrays' values.
 
-How variables are named on disk: this trainer writes a path as `opt_states/0/no_prefix/2/m/params/lm/w`.
+On disk, a variable's name depends on the format. This trainer uses its path, e.g. `opt_states/0/no_prefix/2/m/params/lm/w`.
 
-Pax names a zarr directory `opt_states_0.no_prefix_2.m.params.lm.w`: keys are joined by dots, and list indices by underscores.
-In an OCDBT database Orbax joins all keys by dots: `opt_states.0.no_prefix.2.m.params.lm.w`.
+Pax names its zarr directory `opt_states_0.no_prefix_2.m.params.lm.w`, with dots between keys and underscores before indices.
+In an OCDBT database, Orbax joins all keys by dots: `opt_states.0.no_prefix.2.m.params.lm.w`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Contents:
       path: the step's directory or file.
       version: the version of Pax's checkpoint format.
       kind: 'zarr', 'ocdbt' or 'msgpack'.
-      stored: {name on disk: array}; for a msgpack file, {path in its printed structure: array}.
+      stored: {name on disk: array}; for a msgpack file, {path in the file's printed structure: array}.
       noted: the paths of the model variables that the metadata lists; empty if it lists none.
       flax: the leaves of a msgpack file; None for the other kinds.
     """
@@ -79,7 +79,7 @@ class Contents:
 
         Raises:
           PaxDamagedError: `model` is empty, and a variable that the metadata lists is not stored.
-          PaxMismatchError: a msgpack file has another number of leaves than the model, and its structure can't be parsed.
+          PaxMismatchError: a msgpack file's structure can't be parsed, and its number of leaves doesn't fit the model.
         """
         if self.flax is not None and model:
             return shapes.with_logical_shapes(flax_file.by_position(self.flax, model, self.label))
@@ -151,7 +151,7 @@ def _open_msgpack(step: int, path: epath.Path, version: float, file: epath.Path)
 
 
 def _parts(path: epath.Path, label: str) -> tuple[float, dict[str, tuple[int, ...]] | None, epath.Path]:
-    """Returns the version, the logical shapes of model variables (None if not recorded), and the directory of the arrays."""
+    """Returns the version, {path of a model variable: logical shape} (None if not recorded), and the arrays' directory."""
     present = steps.names_in(path)
     if steps.METADATA not in present:
         if steps.STATE in present:
@@ -231,7 +231,7 @@ def _opened(specs: Mapping[str, dict[str, Any]], label: str) -> dict[str, PaxArr
 
 
 def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
-    """Returns {array name: Orbax's record of the array's sharding}; {} if the file of records is missing or can't be parsed."""
+    """Returns {array name: Orbax's record of its sharding}; {} if the file `_sharding` is missing or can't be parsed."""
     if _SHARDING_FILE not in in_state:
         return {}
     file = state_dir / _SHARDING_FILE
@@ -245,7 +245,7 @@ def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
 def _described(
     stored: Mapping[str, PaxArray], sharding: Mapping[str, Any], logical: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, PaxArray]:
-    """Returns the arrays with paths and logical shapes from the metadata, and shard counts from Orbax's sharding record."""
+    """Returns `stored` with paths and logical shapes from `logical`, and shard counts from Orbax's records in `sharding`."""
     result = {}
     by_name: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for path, shape in (logical or {}).items():
@@ -258,7 +258,7 @@ def _described(
 
 
 def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
-    """Returns the number of shards along each dimension, from Orbax's record of a NamedSharding; None if that is invalid."""
+    """Returns the number of shards per dimension, from Orbax's record of a NamedSharding; None if the record is invalid."""
     try:
         sizes = dict(zip(entry["axis_names"], entry["shape"], strict=True))
         counts = []
@@ -282,8 +282,9 @@ def dotted_name(path: str) -> str:
 def path_of(name: str) -> str:
     """Returns the path of a variable, given its name on disk.
 
-    '_0' in a name may be a list index (`opt_states_0`) or belong to a layer's name (`x_layers_0`). It is read as an index only
-    after `opt_states`, `extra_state`, `no_prefix` and the like. If the model is known, compare names made from its paths instead.
+    '_0' in a name may be a list index (`opt_states_0`) or belong to a layer's name (`x_layers_0`). This function takes it for
+    an index only after `opt_states`, `extra_state`, `no_prefix` and the like. If the model's paths are known, use
+    `directory_name` and `dotted_name` instead.
     """
     keys = name.split(".")
     root = _with_indices(keys[0])

@@ -1,4 +1,4 @@
-"""Reads a Pax checkpoint that is one msgpack file: the leaves of the state in order, and its PyTreeDef as printed by JAX."""
+"""Reads a Pax checkpoint that is one msgpack file: the state's leaves in order, and the state's PyTreeDef as printed by JAX."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class FlaxLeaves:
 
     Attributes:
       leaves: {position: array}, ascending. Positions at which the state had no array are left out.
-      paths: the paths of the leaves at all positions, from the printed structure; None if it can't be parsed. Paths have
-        the position of a named tuple's field in place of its name.
+      paths: the paths of the leaves at all positions, from the printed structure; None if it can't be parsed. In these paths, a
+        named tuple's field is identified by its position, not its name.
     """
 
     leaves: dict[int, npt.NDArray[Any]]
@@ -54,7 +54,7 @@ class FlaxLeaves:
 
 
 def open_file(file: epath.Path, label: str) -> FlaxLeaves:
-    """Reads a whole msgpack file into memory, as Pax does. Only runs without a mesh write such files.
+    """Reads a whole msgpack file into memory, as Pax does. Pax writes such a file only if a run has no mesh.
 
     Raises:
       PaxDamagedError: the file is not a Pax checkpoint, or it is cut short.
@@ -140,7 +140,7 @@ def by_structure(flax: FlaxLeaves) -> dict[str, PaxArray]:
 
 
 def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
-    """Returns {model's path: array}, matched by their order. If the structure contradicts the model, returns `by_structure`.
+    """Returns {model's path: array}, matched by order. If the structure contradicts the model, calls `by_structure` instead.
 
     Args:
       flax: the leaves of the msgpack file.
@@ -148,7 +148,7 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
       label: the checkpoint's name in error messages.
 
     Raises:
-      PaxMismatchError: the file has another number of leaves than the model, and its structure can't be parsed.
+      PaxMismatchError: the file's number of leaves doesn't fit the model, and the file's structure can't be parsed.
     """
     present = list(flax.leaves)
     # A checkpoint for inference has the step and the model variables only.
@@ -167,6 +167,6 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
 
 
 def _may_be_same(printed: str, path: str) -> bool:
-    """Returns True if a path from the printed structure, which has positions for named tuples' fields, can be a model's path."""
+    """Returns True if `printed`, a path with positions in place of named tuples' field names, can be the model's `path`."""
     ours, theirs = path.split("/"), printed.split("/")
     return len(ours) == len(theirs) and all(a == b or b.isdigit() for a, b in zip(ours, theirs, strict=True))

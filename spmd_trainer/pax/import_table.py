@@ -1,6 +1,6 @@
-"""Tables of importable modules that have no file of their own: modules of Pax, and former modules of this trainer.
+"""Lists modules that can be imported but have no file of their own: modules of Pax, and former modules of this trainer.
 
-The tables say where each name of such a module is now. Using one without a counterpart raises an error that names a replacement.
+The tables say where each name is now. Using a name without a counterpart raises an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Gives a module a `__getattr__` that finds its names. For a package in `PACKAGES`, calls `published.install`."""
+        """Gives a module a `__getattr__` that uses the tables. For a package of `PACKAGES`, calls `published.install`."""
         name = module.__name__.partition(".")[2]
         if name in PACKAGES:
             from spmd_trainer.pax import published

@@ -25,7 +25,7 @@ _TRIM_BYTES = 64 << 20
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, PaxArray], mesh: Mesh, checkpoint: str
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process reads only its own devices' shards, and at most one large variable at a time.
+    """Reads variables onto a mesh. Each process reads only its own devices' shards, and reads large variables one at a time.
 
     Args:
       wanted: the model's variables by path.
@@ -34,7 +34,7 @@ def read_onto_mesh(
       checkpoint: the checkpoint's name in error messages.
 
     Returns:
-      {path: array at its padded shape}, with zeros in the padding.
+      {path: array with the model's padded shape}. The padding is zero.
 
     Raises:
       PaxMismatchError: the padding of a stored array holds values other than zero.
@@ -54,7 +54,7 @@ def read_onto_mesh(
 
 
 def _start(array: PaxArray, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
-    """Starts to read this process's shards of an array. Returns a function that returns the padded shard at given bounds."""
+    """Starts to read this process's shards of an array. Returns a function from the bounds of a shard to the padded shard."""
     shape = sharding.shard_shape(spec.padded_shape)
     held = set(logical_bounds(spec, sharding).values())
     parts = {bounds: array.start_reading(_slices(bounds)) for bounds in held if num_elements(bounds)}

@@ -13,16 +13,16 @@ from spmd_trainer.pax.port_names import Finding
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one experiment file written for paxml needs to run on this trainer.
+    """The porting report of one experiment file: what the file, written for paxml, needs to run on this trainer.
 
     Attributes:
       path: the file.
-      names: paxml and praxis names that this trainer doesn't have, or that can't be used.
-      settings: task fields that this trainer ignores, refuses or doesn't know.
-      methods: overridden methods of Pax's BaseExperiment that have another effect in this trainer than in Pax.
-      extras: names that need an extra of spmd-trainer, another package, or an environment setting.
-      packages: other imported packages that are not installed.
-      mentions: numbers of the lines with strings that begin with 'paxml.'.
+      names: entries (`Finding`s) about paxml and praxis names that this trainer doesn't have, or that can't be used.
+      settings: entries about task fields that this trainer ignores, refuses or doesn't have.
+      methods: entries about overridden methods of Pax's BaseExperiment that this trainer treats differently from Pax.
+      extras: entries about names that need an optional extra of this package, a different package, or an environment setting.
+      packages: entries about other imported packages that are not installed.
+      mentions: line numbers of the strings that begin with 'paxml.'. Such strings are not renamed.
       diff: unified diff that renames the file's imports.
     """
 
@@ -76,7 +76,7 @@ class Report:
         return f"{what}, once its requirements are installed and set" if lacks else what
 
     def text(self) -> str:
-        """Returns the report as text: a line per finding, then the diff."""
+        """Returns the report as text: one line per entry, then the diff."""
         mentions = [Finding(line, "'paxml.…'", "a string; not renamed", blocks=False) for line in self.mentions]
         sections = {
             "Without a counterpart here": self.names,
@@ -95,8 +95,9 @@ class Report:
 
 
 def print_reports(module: str) -> bool:
-    """Prints the report of a file, or of each file of a package. Returns True if renaming the imports is enough for every file.
-    `module`: path of a file or folder, or a dotted name.
+    """Prints the porting report of each file. Returns True if renaming the imports is enough for all of the files.
+
+    `module`: path of a file or folder, or the dotted name of a module.
 
     Raises:
       UserError: the file doesn't exist, or is not Python.

@@ -64,8 +64,8 @@ class Finding:
       line: line number, from 1.
       name: the name or field that the line uses or sets.
       text: what the report says about the name.
-      blocks: True if this keeps the file from running after its imports are renamed.
-      lacks: True if a package must be installed, or something set, before the file runs.
+      blocks: True if this prevents the file from running even after its imports are renamed.
+      lacks: True if the file can't run before a package is installed or an environment setting is made.
     """
 
     line: int
@@ -76,9 +76,9 @@ class Finding:
 
 
 def missing_names(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each paxml or praxis name in the file that this trainer or praxis doesn't have. Imports both.
+    """Yields a `Finding` for each paxml or praxis name in the file that doesn't exist here. Imports the names' modules.
 
-    If a name can't be looked up because a package or an environment setting is missing, its finding has `blocks=False`.
+    If a name can't be looked up because a package or an environment setting is missing, its `Finding` has `blocks=False`.
     """
     reported: set[str] = set()
     for use in source.uses:
@@ -93,7 +93,7 @@ def missing_names(source: Source) -> Iterator[Finding]:
 
 
 def extras(source: Source) -> Iterator[Finding]:
-    """Yields a finding for the first use of each name that needs a package extra, e.g. `spmd-trainer[seqio]`."""
+    """Yields a `Finding` for the first use of each name that needs an extra of this package, e.g. `spmd-trainer[seqio]`."""
     seen: set[tuple[str, str]] = set()
     for use in source.uses:
         for prefix, (extra, package) in EXTRAS.items():
@@ -107,7 +107,7 @@ def extras(source: Source) -> Iterator[Finding]:
 
 
 def absent_packages(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each imported package that is neither installed, next to the file, nor in the working directory."""
+    """Yields a `Finding` for each imported package that isn't installed, and isn't in the file's or the working directory."""
     for use in source.packages():
         if use.path in (PAX, OURS) or use.path in EXTRAS or _is_installed(use.path):
             continue
@@ -123,13 +123,13 @@ def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
 
 
 def find(path: str) -> Any:
-    """Imports and returns the object with a full dotted name, with `paxml` read as `spmd_trainer`; None if it doesn't exist."""
+    """Returns the object with a full dotted name, in which `paxml` stands for `spmd_trainer`; None if it doesn't exist."""
     found, rest = _follow(path)
     return None if rest else found
 
 
 def _look_up(use: Use, *, is_hinted: bool) -> Finding | None:
-    """Returns a finding if a name does not exist or can't be used, with similar names if `is_hinted`; otherwise None."""
+    """Returns a `Finding` if a name does not exist or can't be used, otherwise None. `is_hinted`: suggest similar names."""
     for module, instead in INSTEAD.items():
         if use.path == module or use.path.startswith(f"{module}."):
             return Finding(use.line, module, f"does not exist here: {instead}")
@@ -172,7 +172,7 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
 
 
 def _follow(path: str) -> tuple[Any, list[str]]:
-    """Follows a full dotted name. Returns the last object on it that exists, and the names after that, which are missing.
+    """Looks up the parts of a dotted name one by one. Returns the last object that exists, and the parts that are missing.
 
     Attributes of instances and functions are not looked up, because they may be set at run time.
     """

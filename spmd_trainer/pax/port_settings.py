@@ -1,4 +1,4 @@
-"""Finds the settings and methods of a paxml experiment file that have no effect in this trainer, or that it refuses."""
+"""Finds settings and methods of a paxml experiment file that this trainer ignores, refuses or treats differently from Pax."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TASK_NAMES = ("task_p", "task")
 
 
 def settings(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each task field that the file sets and that this trainer ignores, refuses or doesn't know."""
+    """Yields a `Finding` for each task field that the file sets and that this trainer ignores, refuses or doesn't know."""
     seen = set()
     for path, value, line in sorted(_assignments(source), key=lambda found: found[2]):
         found = _judge(path, value, line)
@@ -54,7 +54,7 @@ def settings(source: Source) -> Iterator[Finding]:
 
 
 def methods(source: Source) -> Iterator[Finding]:
-    """Yields a finding for each experiment method that the file overrides and that this trainer treats differently from Pax."""
+    """Yields a `Finding` for each overridden experiment method that this trainer treats differently from Pax."""
     classes = {node.name: node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)}
     for cls in classes.values():
         if not _is_experiment(cls, classes, source, set()):
@@ -66,7 +66,7 @@ def methods(source: Source) -> Iterator[Finding]:
 
 
 def _judge(path: str, value: ast.expr | None, line: int) -> Finding | None:
-    """Returns a finding about setting the task field `path`, e.g. 'train.async_summary_writing'; None if the field works."""
+    """Returns a `Finding` about setting the task field `path`, e.g. 'train.async_summary_writing'; None if the field works."""
     section, _, field = path.rpartition(".")
     cls = SECTIONS[section]
     known = {item.name: item for item in dataclasses.fields(cls)}
@@ -94,7 +94,7 @@ def _is_default(value: ast.expr | None, default: Any) -> bool:
 
 
 def _assignments(source: Source) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields (path below the task, value, line) for each task field that the file sets."""
+    """Yields (path, value, line number) for each task field that the file sets. A path is e.g. 'train.num_train_steps'."""
     scopes = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.Module)]
     for scope in scopes:
         known = dict.fromkeys(_TASK_NAMES, "")
@@ -125,7 +125,7 @@ def _set_by(
 def _set_in_call(
     call: ast.Call, known: Mapping[str, str], source: Source
 ) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields the fields set by a call's keywords, as in Config(SingleTask.Train, x=1), SingleTask.Train(x=1), p.set(x=1)."""
+    """Yields the fields that a call's keywords set, as in Config(SingleTask.Train, x=1), SingleTask.Train(x=1), p.set(x=1)."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "set":
         section = _section_of_target(call.func.value, known)
     else:

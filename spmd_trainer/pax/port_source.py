@@ -89,7 +89,7 @@ class Source:
         return list(first.values())
 
     def renamed(self) -> str:
-        """Returns the text with `paxml` renamed to `spmd_trainer` in imports, and in the names that they bind."""
+        """Returns the text with `paxml` renamed to `spmd_trainer` in imports, and where the imported name `paxml` is used."""
         lines = [line.encode() for line in _lines(self.text)]  # ast counts columns in bytes
         for line, column in sorted(self._places(), reverse=True):
             before, after = lines[line - 1][:column], lines[line - 1][column:]
@@ -187,7 +187,6 @@ def find_files(module: str) -> list[pathlib.Path]:
 
 
 def _file_of_module(module: str) -> pathlib.Path | None:
-    """Returns the file of a module, or the folder of a package, in the working directory or on `sys.path`."""
     for folder in [os.getcwd(), *sys.path]:
         path = pathlib.Path(folder, *module.split("."))
         if path.is_dir():

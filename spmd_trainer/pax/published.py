@@ -3,8 +3,8 @@
     pip install --no-deps paxml==1.4.0
 
 After this command, `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
-`paxml.tasks.lm.params.c4` works after the renaming. paxml itself is never imported: it needs a JAX of 2024. This works for the
-modules of the packages `import_table.PACKAGES`, and for `import_table.MODULES`, which import nothing else of paxml.
+`paxml.tasks.lm.params.c4` works after the renaming. paxml itself is never imported, because it needs a JAX of 2024. This works
+for the modules of the packages `import_table.PACKAGES`, and for the modules `import_table.MODULES`.
 """
 
 from __future__ import annotations

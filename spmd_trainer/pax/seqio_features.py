@@ -22,8 +22,8 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
     """Feature converter that makes rows for praxis' `LanguageModel` from the features 'targets', or 'inputs' and 'targets'.
 
     A row has T tokens, where T is the sum of the features' lengths: `ids`, `labels`, `segment_ids` and `segment_pos`, int32
-    [T]; `paddings` and `weights`, float32 [T]. If the examples have 'inputs', it also has `inputs_indicator`, int32 [T],
-    which is 1 for tokens of 'inputs'.
+    [T]; `paddings` and `weights`, float32 [T]. If the examples have 'inputs', it also has `inputs_indicator`, int32 [T], which
+    is 1 for tokens of 'inputs'.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
         Args:
           pack: put several examples into a row.
           use_custom_packing_ops: pack with the ops of tensor2tensor, which must be installed.
-          weights_on_targets_only: which tokens have weight. True: tokens of 'targets' whose id is 0 or more. None: all
-            tokens whose id is 0 or more. False: all tokens.
+          weights_on_targets_only: which tokens have weight 1. True: tokens of 'targets' whose id is not negative. None: all
+            tokens whose id is not negative. False: all tokens.
           apply_length_check: raise an error for examples longer than their feature's length.
-          bos_id: the first id of a row's `ids`.
-          reverse_bos_padding: True: `ids` are the tokens, and `labels` the tokens shifted left with `eos_id` at the
-            end. False: `labels` are the tokens, and `ids` the tokens shifted right with `bos_id` at the front.
-          eos_id: the last id of `labels` if `reverse_bos_padding` is True.
-          target_has_suffix: multiply the weights by the feature 'target_suffix_weights'.
-          passthrough_features: features that reach the batch unchanged.
+          bos_id: id that is put in front of `ids` if `reverse_bos_padding` is False.
+          reverse_bos_padding: False: `labels` are the tokens, and `ids` are the tokens shifted right, after `bos_id`. True:
+            `ids` are the tokens, and `labels` are the tokens shifted left, with `eos_id` at the end.
+          eos_id: id that is put at the end of `labels` if `reverse_bos_padding` is True.
+          target_has_suffix: multiply the weights by the examples' feature 'target_suffix_weights'.
+          passthrough_features: features that are copied into the rows unchanged.
         """
         self._settings: dict[str, Any] = {
             "pack": pack,

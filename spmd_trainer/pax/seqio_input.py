@@ -54,42 +54,42 @@ def feature_converter_class(name: str) -> Any:
 
 
 class SeqIOInput(indexed.CheckpointedInput):
-    """Input over a SeqIO task or mixture.
+    """Input that reads a SeqIO task or mixture.
 
-    A batch is a NestedMap with the numpy arrays [batch_size, ...] that the feature converter makes, and
-    `eval_sample_weights`: float32 [batch_size]. Non-numeric features are left out.
+    A batch is a NestedMap with the numpy arrays [batch_size, ...] that the feature converter makes, and `eval_sample_weights`:
+    float32 [batch_size]. Non-numeric features are left out.
 
-    In training, each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on
-    n, the settings and the number of processes. The saved position is n: a resumed run reads the earlier batches again
-    without training on them. If the number of processes or a setting that determines the batches (such as the batch size
-    or the seed) has changed, the saved position is rejected.
+    In training, each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on n,
+    the settings and the number of processes. The saved position is n: a resumed run reads the earlier batches again without
+    training on them. If the number of processes or a setting that determines the batches (such as the batch size or the seed)
+    has changed, the saved position is rejected.
 
-    Evaluation gives every example once, in the same order for any number of processes: each process reads all examples
-    and keeps its own rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
-    uses the first `eval_loop_num_batches` batches (in Pax, it continues where the previous evaluation ended).
+    Evaluation yields every example once, in the same order for any number of processes: each process reads all examples and
+    keeps its own rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation uses the
+    first `eval_loop_num_batches` batches (in Pax, it continues where the previous evaluation ended).
 
-    The metrics that a SeqIO task declares are not computed. Evaluation writes the model's metrics, and decoding its outputs.
+    A SeqIO task's own metrics are not computed. Evaluation writes the model's metrics, and decoding writes the model's outputs.
 
     Attributes:
       mixture_name: name of a registered task or mixture.
       mixture_or_task: a task or mixture, instead of its name.
-      split_name: 'train', 'validation', ...
+      split_name: name of the split, e.g. 'train' or 'validation'.
       deterministic_input: must be False, because training inputs are always deterministic.
-      task_feature_lengths: {feature: tokens}; longer examples are trimmed.
+      task_feature_lengths: {feature: maximum number of tokens}.
       feature_converter: turns examples into rows, e.g. `seqio_input.LanguageModelFeatures(pack=True)`.
-      shuffle: None or True: shuffle training data. Evaluation data are never shuffled.
-      repeat: repeat the data without end. None: repeat training data only.
+      shuffle: shuffle training data; None means True. Evaluation data are never shuffled.
+      repeat: repeat the data without end. None repeats only training data.
       use_cached: read the task's offline cache.
-      eval_auto_pad: ignored: the last batch is always filled up.
-      drop_remainder: leave out a training input's last rows that do not fill a batch; other inputs keep them.
+      eval_auto_pad: ignored, because the last batch is always filled up.
+      drop_remainder: in training, leave out last rows that don't fill a batch. Evaluation keeps them.
       num_batches_to_skip: number of batches that are skipped before training begins.
-      trim_output_features: trim examples to `task_feature_lengths`.
+      trim_output_features: trim longer examples to `task_feature_lengths`.
       try_in_mem_cache: let SeqIO keep small datasets in memory.
       deterministic_input_start_index: ignored.
-      eval_metrics_targets_length, eval_metrics_filter_targets_fields: ignored: a task's metrics are not computed.
-      annotate_padding_fields: ignored: rows that fill up a batch always have weights 0 and paddings 1.
+      eval_metrics_targets_length, eval_metrics_filter_targets_fields: ignored, because a task's metrics are not computed.
+      annotate_padding_fields: ignored, because rows that fill up a batch always have weights 0 and paddings 1.
       overridden_vocab: vocabulary for `ids_to_strings` instead of the task's.
-      enable_symbolic_checkpointing, experimental_enable_index_shuffle: ignored: the saved position is a number.
+      enable_symbolic_checkpointing, experimental_enable_index_shuffle: ignored, because the saved position is a batch number.
       log_preprocessed_targets: ignored.
       eval_enable_cache: keep evaluation data in memory between evaluations.
       eval_num_examples: number of evaluation examples, if known; used for progress lines.
@@ -174,7 +174,7 @@ class SeqIOInput(indexed.CheckpointedInput):
     def input_specs(self) -> NestedMap:
         """Returns the shapes and dtypes of the batches that `get_next` returns, as jax.ShapeDtypeStructs.
 
-        Sets up the task's data pipeline to find them, unless `row_specs` of the feature converter tells them.
+        Sets up the task's data pipeline to find them, unless the feature converter's `row_specs` returns them.
         """
         row_specs = getattr(self.feature_converter, "row_specs", None)
         specs = None if row_specs is None else row_specs(self.task_feature_lengths)
@@ -322,7 +322,7 @@ class SeqIOInput(indexed.CheckpointedInput):
 
 
 def configure_deterministic_input(p: Any, **kwargs: Any) -> Any:
-    """Always raises UserError: Pax's deterministic tasks are not published. `SeqIOInput` is deterministic without them."""
+    """Always raises UserError, because Pax's deterministic tasks aren't public. `SeqIOInput` is deterministic without them."""
     del kwargs
     raise UserError(
         f"configure_deterministic_input: {p.name!r} would read deterministic tasks, which are not published; use the input as it "

@@ -1,7 +1,7 @@
 """Checks which stored shapes a variable can have, and infers logical shapes from those of other variables.
 
-Pax stores variables padded: a dimension of 257 that was split over 2 devices is stored as 258. Only the model knows the logical
-shapes of optimizer states.
+Pax stores variables padded: a dimension of 257 that was sharded over 2 devices is stored as 258. Only the model knows the
+logical shapes of optimizer states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VARS, _OPT = "mdl_vars/", "opt_states/"
 def can_be(array: PaxArray, shape: Sequence[int]) -> bool:
     """Returns True if a stored array can be a variable of this logical shape, with Pax's padding added.
 
-    Returns False if the checkpoint records another logical shape, or if Pax's number of shards gives another stored shape.
+    Returns False if the checkpoint records a different logical shape, or Pax's shards would give a different stored shape.
     """
     if array.logical_shape is not None and array.logical_shape != tuple(shape):
         return False
@@ -36,10 +36,11 @@ def _can_be_padded(stored: int, size: int, shards: int) -> bool:
 
 
 def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
-    """Adds logical shapes to optimizer states, where they can be inferred from the checkpoint's model variables.
+    """Adds logical shapes to optimizer states if they can be inferred from the checkpoint's model variables.
 
-    If the path of an optimizer state ends with the path of a model variable, and both have the same stored shape, the state has
-    the variable's logical shape. A factored state has some of the variable's dimensions. An unsplit array has no padding.
+    If an optimizer state's path ends with a model variable's path and both have the same stored shape, they have the same
+    logical shape. A factored state (one with some of the variable's dimensions) has these dimensions' logical sizes. An array
+    that was not sharded has no padding.
 
     Returns:
       The same arrays. `logical_shape` stays None if it can't be inferred.
@@ -60,7 +61,7 @@ def _with_logical_shape(array: PaxArray, arrays: Mapping[str, PaxArray]) -> PaxA
 
 
 def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
-    """Returns the model variable whose path is the longest ending of an optimizer state's path; None if there is none."""
+    """Returns the model variable whose path is the longest suffix of an optimizer state's path; None if there is none."""
     if not path.startswith(_OPT):
         return None
     keys = path.split("/")
@@ -68,7 +69,7 @@ def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
 
 
 def _matching(stored: tuple[int, ...], whole: tuple[int, ...], logical: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Returns the possible logical shapes of an array whose dimensions are some of a variable's dimensions, in the same order.
+    """Returns the possible logical shapes of an array that has some of a variable's dimensions, in the same order.
 
     Args:
       stored: the array's stored shape.

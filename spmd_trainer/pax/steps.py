@@ -91,10 +91,10 @@ def listing(directory: epath.Path) -> Listing:
 
 
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
-    """Returns the finished steps of a directory, oldest first; only the step itself if `found` is the directory of one step.
+    """Returns the finished steps of a directory, oldest first. If `found` is the directory of one step, returns only this step.
 
     Raises:
-      PaxDamagedError: the save of the step `wanted` was interrupted.
+      PaxDamagedError: `wanted` is a step whose save was interrupted.
       PaxNotFoundError: the directory has no finished step.
     """
     if found.step is not None:

@@ -1,8 +1,8 @@
 """Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error. Also Pax's early stopping.
 
-`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. For a field
-whose value is not the default, `check` warns if training gives the same numbers without the field, and raises an error
-otherwise.
+`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. If a field is
+set to a value other than its default, `check` warns if that would not change the results of training, and raises an error if it
+would.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DecodeFields:
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Settings for Pax's variational noise on the weights during training, which is refused unless `vn_scale` is 0.
+    """Settings for Pax's variational noise, which is added to the weights in training. Refused unless `vn_scale` is 0.
 
     Attributes:
       vn_scale: standard deviation of the noise.
@@ -96,7 +96,7 @@ def check(sections: Mapping[str, Any]) -> None:
     """Warns once about ignored fields that are set, and raises an error for fields that would change the results.
 
     Args:
-      sections: {path below task: settings}; the path of the task itself is ''.
+      sections: {path of a task's section, e.g. 'train': its settings}; the path of the task itself is ''.
 
     Raises:
       ValueError: a field of `REFUSED` is set.
@@ -184,7 +184,7 @@ class PaxEarlyStopping:
 
 
 def has_pax_signature(fn: Any) -> bool:
-    """Returns True if an early-stopping function takes Pax's five arguments. Functions with `*args` count as taking four."""
+    """Returns True if an early-stopping function takes Pax's five arguments. One with `*args` is assumed to take four."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

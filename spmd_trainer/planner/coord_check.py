@@ -1,10 +1,10 @@
-"""`--mode=coord_check`: checks that training changes activations equally at every model width, as muP promises.
+"""`--mode=coord_check`: checks that training changes activations by the same amount at every model width, as muP promises.
 
-Trains for a few steps at several multiples of muP's base widths, on one batch and one device. At each width it measures how much
-training has changed the result of each product (matrix product, attention or convolution) of the forward pass, as the mean
-absolute difference. With muP, a change has the same size at every width: the slope of log(change) over log(width) is near 0.
-This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1), applied to changes instead of values, because
-the values themselves may shrink with width at initialisation, as logits do.
+The check trains for a few steps at several multiples of muP's base widths, on one batch and one device. A "product" is a matrix
+product or convolution of the forward pass. For each product and width, the check measures how much training has changed the
+product's result (mean absolute difference). With muP, the change hardly depends on the width: the slope of log(change) over
+log(width) is near 0. This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1), but it compares changes
+instead of values, because the values may shrink with width at initialization, as logits do.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import fact, shared
 
 FILE = "coord_check.html"
-# Slopes that count as flat. The standard parametrisation has slopes of 0.5 or more; one in which wide models hardly change their
+# Slopes that count as flat. The standard parametrization has slopes of 0.5 or more; one in which wide models hardly change their
 # features has -0.5. Between narrow widths, products that begin as sums of random terms (logits, queries with keys) shrink too.
 FLAT = (-0.4, 0.25)
 _PRODUCTS = ("dot_general", "grouped_dot", "conv_general_dilated")
-# Number of initialisations over which a change is averaged, because that of a single one is noisy.
+# Number of initializations over which each change is averaged, because a single initialization gives a noisy result.
 _STARTS = 5
 # Number of elements that are compared in the result of each product.
 _SAMPLE = 4096
@@ -53,11 +53,11 @@ _SIZE = (640, 360)
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """How much training changes the result of one product (e.g. a matrix product), at several widths.
+    """How much training changes the result of one product (matrix product or convolution), at several model widths.
 
     Attributes:
-      name: path of the product's variable; for a product without a variable, its layer. Numbered if several have this name.
-      changes: {multiple of the base widths: mean absolute change of the result from the initial to the last train state}.
+      name: path of the product's weight, or its layer if it has no weight. Repeated names get a number, e.g. ' (2)'.
+      changes: {multiple of the base widths: mean absolute change of the result between the initial and the final train state}.
     """
 
     name: str
@@ -76,17 +76,17 @@ class Curve:
 
     @property
     def is_flat(self) -> bool:
-        """True if the change has about the same size at each width: the slope is within `FLAT`."""
+        """True if the change has about the same size at each width, i.e. the slope lies in the range `FLAT`."""
         return FLAT[0] <= self.slope <= FLAT[1]
 
 
 def check(job: Job) -> None:
-    """Prints the curve of each product, and whether it is flat. Writes an HTML page if a job directory was given.
+    """Prints a `Curve` for each product (see the module), and whether it is flat. Writes an HTML page if given a job directory.
 
     Raises:
-      UserError: the job has several processes or no `task.mup`, the base widths are not integers, or the model's products are
-        not the same at all widths.
-      SystemExit: with status 1 if a curve is not flat.
+      UserError: the job has several processes, `task.mup` is not set, a base width is not an integer, or the model's program
+        has different products at different widths.
+      SystemExit: a curve is not flat. The exit status is 1.
     """
     if jax.process_count() > 1:
         raise UserError("--mode=coord_check runs in one process only, because it compares narrow models on one device")
@@ -112,16 +112,16 @@ def check(job: Job) -> None:
 
 
 def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = False) -> list[Curve]:
-    """Trains at each multiple of the base widths. Returns a curve for each product, in the order of the program.
+    """Trains at each multiple of the base widths. Returns a curve for each matrix product or convolution, in execution order.
 
-    Uses the learner's learning rate without its schedule, and computes the model in float32, because the small changes of a
-    warm-up would be lost in bfloat16. All steps train on the input's first batch.
+    All steps train on the input's first batch. The learning rate is constant: the learner's rate without its schedule. The model
+    computes in float32, because bfloat16 would round small changes away.
 
     Args:
-      job: the job, whose model may have any width.
+      job: the job. The width of its own model doesn't matter.
       multiples: multiples of the base widths, ascending.
       steps: train steps at each width.
-      without: True to train without muP.
+      without: if True, trains without muP.
     """
     source = reference_files.attach_zeros(job.build_train_input())
     batch = job.cut(source.get_next_padded())
@@ -167,7 +167,7 @@ def _times(name: str, value: Any, multiple: int) -> Any:
 
 
 def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array) -> dict[str, float]:
-    """Trains at one width from several initialisations. Returns {name of a product: mean absolute change of its result}."""
+    """Trains at one width from several initializations. Returns {`Curve.name`: mean absolute change of the product's result}."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
     probed = partitioner.partition(step_fns.eval_step, shapes, is_eval=True).trace(jax.eval_shape(lambda: key))
     frames: list[Frame] = []
@@ -208,7 +208,7 @@ def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array
 
 
 def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
-    """Returns 4,096 random elements of a product's result, float32; None if `primitive` is not a product."""
+    """Returns 4,096 random elements of a product's result `x`, as float32; None for primitives that aren't products."""
     if primitive not in _PRODUCTS:
         return None
     return jnp.ravel(x)[np.random.default_rng(0).integers(x.size, size=_SAMPLE)].astype(jnp.float32)
@@ -217,12 +217,12 @@ def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
 def _by_product(
     frame: Frame, samples: Any, argument: Callable[[int], str | None]
 ) -> Iterator[tuple[str | None, str, np.ndarray]]:
-    """Yields (path of the product's variable or None, layer, sample of its result) for each product in a program.
+    """Yields (path of the product's weight or None, layer, sample of the result) for each product in a program.
 
     Args:
-      frame: the program, or the body of a loop in it.
-      samples: the samples that `run_with_flags` returned for the frame.
-      argument: maps the position of one of the frame's arguments to the path of its variable, or None if it is no variable.
+      frame: record of the program, or of a loop body in it.
+      samples: the samples of results that `run_with_flags` returned for `frame`.
+      argument: given the position of an argument of `frame`, returns the path of that variable, or None if it isn't a variable.
     """
 
     def variable(number: int) -> str | None:
@@ -244,7 +244,7 @@ def _by_product(
 
 
 def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
-    """Returns the HTML page of a coordinate check: a plot of all curves, and a row for each."""
+    """Returns the HTML page of a coordinate check, with a plot of all curves and a table with one row per curve."""
     steep = [curve for curve in found if not curve.is_flat]
     steepest = max(found, key=lambda curve: abs(curve.slope))
     rows = "".join(
@@ -267,7 +267,6 @@ def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
 
 
 def _plot(found: Sequence[Curve]) -> str:
-    """Returns an SVG of the curves with two logarithmic axes. Curves that aren't flat are red."""
     width, height = _SIZE
     multiples = list(found[0].changes)
     sizes = [size for curve in found for size in curve.changes.values() if size > 0] or [1.0]

@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its text: kind, executions per run, and bytes.
 
-A collective in a loop counts once per iteration. XLA writes trip counts into the program, which `cost_analysis()` ignores.
+A collective in a loop counts once per iteration; XLA writes a loop's trip count into the program's text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MESH_GROUPS = re.compile(
 )
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
 _GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-# A TPU fusion that sums an array and keeps this device's part of it, as one reduce-scatter.
+# Name of TPU fusions that sum an array and keep this device's shard of the sum: in effect, a reduce-scatter.
 _SCATTERED_SUM = "all-reduce-scatter"
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
@@ -38,10 +38,10 @@ class Collective:
 
     Attributes:
       kind: 'all-reduce', 'all-gather', ...
-      times: number of executions in one run of the program; in a loop, once per iteration.
-      num_bytes: bytes per device and execution: the size of the result; for a reduce-scatter, the size of the operand.
-      groups: positions of the devices that communicate with each other: int [groups, devices per group]. For a
-        collective-permute, its (source, target) pairs. Empty if the program names no groups, or groups of several sizes.
+      times: number of executions in one run of the program. A collective in a loop is executed once per iteration.
+      num_bytes: bytes per device in one execution: the size of a reduce-scatter's operand, or of any other collective's result.
+      groups: groups of devices that communicate with each other, as device positions: int [groups, devices per group]. For a
+        collective-permute, the (source, target) pairs. Empty if the text has no groups, or has groups of different sizes.
     """
 
     kind: str
@@ -50,9 +50,9 @@ class Collective:
     groups: np.ndarray
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes that the collective crosses; all axes larger than 1 if `groups` is empty.
+        """Returns the mesh axes that the collective crosses. If `groups` is empty, returns all axes that are larger than 1.
 
-        Positions in `groups` must index the mesh's devices in row-major order.
+        The device positions in `groups` must be indices into the mesh's devices in row-major order.
         """
         if not self.groups.size:
             return tuple(axis for axis, size in mesh_shape.items() if size > 1)
@@ -85,7 +85,7 @@ def find_collectives(hlo: str) -> Iterator[Collective]:
 
 
 def _result(kind: str, shape: str, *, is_start: bool) -> str:
-    """Returns the shape of a collective's result. An asynchronous start's own shape is usually (operands, results, ...)."""
+    """Returns the shape of a collective's result. The shape of a `-start` instruction is usually (operands, results, ...)."""
     if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
         return shape
     elements = hlo_text.tuple_elements(shape)
@@ -93,7 +93,7 @@ def _result(kind: str, shape: str, *, is_start: bool) -> str:
 
 
 def _groups(line: str) -> np.ndarray:
-    """Returns `Collective.groups` of the collective in this line."""
+    """Returns `Collective.groups` for the collective in a line of the program's text."""
     found = _GROUPS.search(line)
     if found and found[2]:
         shape = [int(n) for n in found[4].split(",")]
@@ -114,7 +114,7 @@ def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
 
 
 def _mesh_groups(found: re.Match[str]) -> np.ndarray:
-    """Returns the device groups that XLA wrote as a mesh and the axes within a group: int [groups, devices per group]."""
+    """Returns the device groups as int [groups, devices per group], from XLA's notation `mesh[axes] {axes within a group}`."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
     order = np.arange(math.prod(sizes.values()))
     if found[2]:

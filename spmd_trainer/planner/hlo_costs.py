@@ -61,7 +61,7 @@ class InstructionCost:
       flops: FLOPs of the matrix products of one execution.
       num_bytes: bytes that one execution reads and writes in main memory.
       overlaps: True for asynchronous copies, which run while other instructions compute.
-      float32_flops: the part of `flops` that has float32 operands.
+      float32_flops: FLOPs of only those matrix products that have float32 operands; included in `flops`.
       vector_ops: number of element-wise operations and reductions of one execution.
       attention: the work of an attention kernel; None for other instructions.
     """
@@ -141,7 +141,7 @@ class _Program:
         return float(math.prod(hlo_text.dimensions(shape)))
 
     def flops(self, instruction: Instruction, computation: str, *, of_float32: bool = False) -> float:
-        """Returns the FLOPs of the instruction's matrix products; with `of_float32`, only of those with float32 operands."""
+        """Returns the FLOPs of the instruction's matrix products; if `of_float32`, only of products with float32 operands."""
         if instruction.opcode == "fusion":
             inner = instruction.called
             within = self.computations.get(inner, ()) if inner else ()
@@ -202,7 +202,6 @@ class _Program:
         return read + written
 
     def _parameters(self, computation: str) -> dict[int, Instruction]:
-        """Returns {parameter number: instruction} for the parameters of a fused computation."""
         found = [i for i in self.computations[computation] if i.opcode == "parameter"]
         return {int(i.rest.partition(")")[0]): i for i in found}
 
@@ -248,5 +247,5 @@ def _main_memory(shape: str) -> int:
 
 
 def _as_large_as(part: str, shapes: Sequence[str]) -> int:
-    """Returns the bytes of a slice of shape `part` if the sliced array (its shape in `shapes`) is in main memory; else 0."""
+    """Returns the bytes of a slice (shape `part`) of an array (shape `shapes[0]`) if the array is in main memory; else 0."""
     return hlo_text.array_bytes(part) if any(_main_memory(shape) for shape in shapes) else 0

@@ -52,7 +52,7 @@ class Attention:
     Attributes:
       flops: FLOPs of the kernel's matrix products.
       is_backward: True for a kernel of the backward pass.
-      width: head dimension: the number of elements of a query or key in one attention head.
+      width: head dimension (number of elements of a query in one attention head).
       vector_ops: number of element-wise operations on the logits; 0 for cuDNN's kernels, whose measured rates include these.
     """
 
@@ -95,9 +95,9 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the share of its matrices' rows that a kernel of `kernels.grouped_dot` reads and writes; 1.0 for other kernels.
+    """Returns the fraction of matrix rows that a `kernels.grouped_dot` kernel reads and writes; 1.0 for other kernels.
 
-    The matrices are the kernel's operands and results with two dimensions. The number of rows is the size that all of them have
+    The matrices are the kernel's two-dimensional operands and results. Their number of rows is the size that they all have
     in common. Arguments as for `attention`.
     """
     if not (rows := _rows_of_part(instruction)):
@@ -108,7 +108,7 @@ def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def _rows_of_part(instruction: Instruction) -> int:
-    """Returns how many rows a kernel of `kernels.grouped_dot` multiplies on a device, on average; 0 for other instructions."""
+    """Returns the mean number of rows that a `kernels.grouped_dot` kernel multiplies on a device; 0 for other instructions."""
     is_kernel = target(instruction).startswith(("tpu_custom_call", "mosaic_gpu"))
     found = re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by) if is_kernel else None
     return int(found[1]) if found else 0
@@ -129,7 +129,7 @@ def _float_arrays(shapes: Sequence[str]) -> list[Sequence[int]]:
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of a cuDNN convolution. A call that computes a gradient has the forward convolution's attributes."""
+    """Returns the FLOPs of a cuDNN convolution, or of a cuDNN call that computes a convolution's gradient."""
     result = hlo_text.arrays(instruction.shape)[0]
     if "BackwardInput" in target(instruction):  # (gradient of the output, kernel) -> gradient of the image
         return convolution_flops(instruction, result, shapes[1], shapes[0])
@@ -156,8 +156,8 @@ def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = No
 
     Args:
       queries, keys: the number of queries and of keys. The first query and the first key have the same position.
-      causal: True if a query sees only the keys up to its own position.
-      window: with `causal`, a query sees the `window` keys that end at its own position; None or 0 for no window.
+      causal: True if a query attends only to keys up to its own position.
+      window: if `causal`, a query attends only to the last `window` of these keys. None or 0: no such limit.
     """
     if not causal:
         return float(queries * keys)
@@ -188,11 +188,11 @@ _SPLASH_FUSED_PRODUCTS = 5
 
 
 def _splash_attention(instruction: Instruction) -> Attention | None:
-    """Returns the work of a splash attention kernel on the block pairs that it computes; None for other Pallas kernels.
+    """Returns the work of a splash attention kernel; None for other Pallas kernels.
 
-    The kernel's first operand is a table [1, query blocks, key blocks] of these pairs. With a window, the table's last dimension
-    is the maximum number of key blocks that any query block needs. In the kernel for the gradients of keys and values, the
-    second-to-last dimension is the maximum number of query blocks that any key block needs. Queries, keys and values follow.
+    The kernel computes only some (query block, key block) pairs. Its first operand, a table [1, query blocks, key blocks], shows
+    how many: with a window, the last dimension is the maximum number of key blocks that any query block needs. In the kernel for
+    the gradients of keys and values, dimension 1 is the maximum number of query blocks that any key block needs.
     """
     known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
     layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
@@ -224,7 +224,6 @@ def _splash_attention(instruction: Instruction) -> Attention | None:
 def _pairs_of_blocks(
     num_rows: int, num_columns: int, rows: int, columns: int, table: Sequence[int], *, causal: bool, by_key: bool
 ) -> int:
-    """Returns the number of (query block, key block) pairs that a splash attention kernel computes."""
     if not causal:
         return num_rows * num_columns
     if by_key:  # from the first query that sees the block's first key
@@ -233,11 +232,10 @@ def _pairs_of_blocks(
 
 
 def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: str, output_shape: str) -> float:
-    """Returns a convolution's FLOPs. Products with padding don't count, because TPU programs write batched matrix
-    products as padded convolutions.
+    """Returns a convolution's FLOPs. Multiplications by padding are not counted.
 
     Args:
-      convolution: the instruction; its window and dimension labels are read from its text.
+      convolution: the instruction. Its text has the window and the dimension labels.
       image_shape, kernel_shape, output_shape: shapes in XLA's notation. For a gradient, give the shapes of the forward
         convolution, which takes the same number of FLOPs.
     """
@@ -257,6 +255,7 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
         match = window[name]
         return match[1].split("x")[index] if match else default
 
+    # TPU programs write batched matrix products as convolutions with much padding.
     products = 2.0 * out["b"] * out["f"] * at["i"]
     for label in sorted(label for label in found[2] if label.isdigit()):
         index = int(label)
@@ -276,8 +275,8 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
 def _positions(
     image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
 ) -> int:
-    """Returns how many (output position, kernel position) pairs along one dimension read an image element, not padding."""
-    # Output o and kernel k meet place o * stride + k * kernel_dilation - low, which is an element of the image if it is a
+    """Returns how many (output position, kernel position) pairs in one dimension of a convolution don't read padding."""
+    # Output o and kernel k read position o * stride + k * kernel_dilation - low, which is an element of the image if it is a
     # multiple of image_dilation: for every `period`-th k, or for none.
     common = math.gcd(kernel_dilation, image_dilation)
     period = image_dilation // common

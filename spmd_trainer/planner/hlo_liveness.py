@@ -80,8 +80,8 @@ class LiveRange:
 
     Attributes:
       begin, end: first and last position at which the array is live.
-      filled_by: name of the loop that fills the array, if each iteration writes one entry of the first dimension. Such arrays are
-        residuals saved for the backward pass, or gradients of repeated layers. '' for other arrays.
+      filled_by: name of the loop whose iterations each fill one entry of the array's first dimension, e.g. with residuals for
+        the backward pass, or with gradients of repeated layers. '' for other arrays.
     """
 
     array: LiveArray
@@ -98,7 +98,7 @@ class Loop:
       begin, end: first and last position of the loop's body in the schedule.
       times: number of iterations.
       made_by: name of the model's operation that became this loop; '' if the compiler added the loop.
-      depth: number of loops around this loop.
+      depth: number of loops that enclose this loop.
     """
 
     begin: int
@@ -113,7 +113,7 @@ class Schedule:
     """A compiled program's instructions in execution order, and its live arrays.
 
     Attributes:
-      made_by: for each position, the name of the model's operation; '' for instructions that the compiler added.
+      made_by: for each position, the name of the model's operation (XLA's `op_name`); '' if the compiler added the instruction.
       ranges: the program's arrays, and the positions at which each is live.
       loops: the program's loops, outer loops first.
     """
@@ -127,10 +127,10 @@ class Schedule:
         return live_bytes(self.ranges, len(self.made_by))
 
     def thinned(self, most: int) -> np.ndarray:
-        """Returns at most `most` positions for a chart, as an integer array.
+        """Returns at most `most` positions of the schedule, for a chart, as an integer array.
 
-        The schedule is cut into parts of equal length. From each part, the position with the most live bytes is returned (the
-        first such position), so the peak of the whole schedule is included.
+        The schedule is divided into `most` intervals of equal length. For each interval, the result has the first position with
+        the most live bytes. So the peak of the whole schedule is included.
         """
         totals = self.totals()
         parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))
@@ -184,7 +184,7 @@ class _Buffer:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """(type and shape, True if the array is in main memory). Arrays with equal keys can use the same buffer."""
+        """Key for buffer reuse: (type and shape, True if in main memory). Arrays with equal keys can use the same buffer."""
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
@@ -236,7 +236,7 @@ class _Schedules:
         return Schedule(made_by, ranges, loops + [loop for _, loop in own_loops])
 
     def _called(self, instruction: Instruction) -> Schedule | None:
-        """Returns the schedule of what a loop or call runs, or of a conditional's branch with the highest peak; else None."""
+        """Returns the schedule of what `instruction` runs, or None. For a conditional, uses the branch with the highest peak."""
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
         called = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
@@ -248,7 +248,7 @@ class _Schedules:
 
 
 def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[_Buffer]:
-    """Returns the buffers of one computation. A result that overwrites an operand uses the operand's buffer."""
+    """Returns the buffers of one computation. `aliased`: positions of the outputs that reuse an argument's buffer."""
     buffers: list[_Buffer] = []
     held: dict[str, _Value] = {}
     for place, instruction in enumerate(instructions):
@@ -266,7 +266,7 @@ def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_en
     for position, number in enumerate(outputs):
         buffer = buffers[number]
         buffer.last = len(instructions)
-        # Donated arguments hold the outputs that they alias; the caller holds the results of a called computation.
+        # An aliased output is in the buffer of a donated argument; a called computation's results are in the caller's buffers.
         if (position in aliased or not is_entry) and not buffer.array.is_argument:
             buffer.array = dataclasses.replace(buffer.array, num_bytes=0)
     return _without_reused(instructions, held, buffers)
@@ -275,7 +275,7 @@ def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_en
 def _results(
     place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
 ) -> Iterator[int]:
-    """Yields the buffer index of each array in an instruction's result, and appends new buffers to `buffers`."""
+    """Yields the buffer index of each array in the result of instruction number `place`. Appends new buffers to `buffers`."""
     opcode = instruction.opcode
     flat = [number for operand in operands for number in operand.numbers]
     if opcode in _IN_PLACE and operands:
@@ -320,7 +320,7 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
 def _without_reused(
     instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
-    """Returns the buffers that remain when results reuse buffers of operands of equal type and shape that nothing reads later."""
+    """Returns the buffers still needed if results overwrite operands of the same type and shape that aren't read later."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
         if instruction.opcode in _NEEDS_OWN or (

@@ -34,8 +34,8 @@ class Instruction:
       shape: the result's shape in XLA's notation: an array such as 'f32[8,128]{1,0}', or a tuple in parentheses.
       opcode: e.g. 'fusion'.
       operands: names of the instructions that it reads.
-      rest: the text after the opening parenthesis: operands, attributes and metadata.
-      is_root: True if the instruction's result is that of the computation.
+      rest: the text after the opcode and its parenthesis: operands, attributes and metadata.
+      is_root: True if the instruction's result is the computation's result.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Execution:
     Attributes:
       name: the computation's name.
       times: number of times that the computation runs in one run of the program.
-      in_fusion: True if the computation is part of a fusion, which runs as one kernel.
+      in_fusion: True if the computation is inside a fusion. A fusion runs as one kernel.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Execution:
 
 
 def computations(hlo: str) -> tuple[dict[str, str], str | None]:
-    """Returns {name: instructions as text} of a program's computations, and the name of the entry computation."""
+    """Returns {computation's name: its instructions as text}, and the name of the entry computation or None."""
     found = _BODY.findall(_CONTINUED.sub(" ", hlo))
     entry = next((name for is_entry, name, _ in found if is_entry), None)
     return {name: body for _, name, body in found}, entry
@@ -117,9 +117,9 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count from XLA's annotation, or from the constant in the loop's condition, or 1 if it has neither.
+    """Returns a loop's trip count, from XLA's annotation or from the constant in the loop's condition; 1 if it has neither.
 
-    `line` is the line of the loop's instruction.
+    `line`: the line of the program's text that has the loop's instruction.
     """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if noted:

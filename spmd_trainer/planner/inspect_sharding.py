@@ -37,7 +37,7 @@ def write_plan(job: Job) -> None:
     """Prints the plan, and writes it to `plan.json` and `plan.html` if the job has a directory for reports.
 
     Raises:
-      UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.
+      UserError: the step needs more memory than the topology's chips have, or can't be compiled for them.
     """
     logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
     result = plan.plan(job)

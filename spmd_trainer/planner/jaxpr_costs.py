@@ -63,13 +63,13 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
 def saved_bytes(jaxpr: core.Jaxpr, lanes: int = 1) -> float:
     """Returns the bytes of the values that loops stack and that are live at the same time, on all devices.
 
-    The bytes of loops that are not nested add up. The values of inner loops are only live during one iteration of the outer loop:
-    of all outer loops, only the body with the most bytes counts, for one iteration.
+    The bytes of loops that are not nested are added together. What an inner loop stacks is only live during one iteration of
+    its outer loop, so only one iteration is counted, and only for the outer loop whose body stacks the most bytes.
 
     Args:
       jaxpr: as for `dot_costs`.
-      lanes: a chip stores an array's last dimension as a multiple of this many elements (128 on TPUs, 1 on GPUs). A last
-        dimension of 1 takes no more than 1, because the compiler then stores another dimension last.
+      lanes: the size of an array's last dimension in memory is a multiple of this number (128 on TPUs, 1 on GPUs). But a last
+        dimension of size 1 is not padded, because the compiler then stores a different dimension last.
     """
     own, inside = 0.0, 0.0
     for equation in jaxpr.eqns:
@@ -94,10 +94,10 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
 
 
 def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
-    """Returns the costs of experts' products (`kernels.grouped_dot`): each (token, expert) pair is multiplied by one matrix.
+    """Returns the cost of a `kernels.grouped_dot`, which multiplies the rows of (token, expert) pairs by their experts' weights.
 
-    The number of pairs is not in the operand's shape, because the array of a shard of experts has room for the maximum number of
-    pairs that the shard can get.
+    The FLOPs depend on the number of pairs, not on the operand's shape: each shard of experts has an array that is large enough
+    for the maximum number of pairs that the shard can receive.
     """
     rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
     width = rows.shape[3]

@@ -1,14 +1,13 @@
-"""The links between chips: how long a collective takes on the links, from its bytes and the coordinates of its devices.
+"""Computes how long a collective takes on the links between chips, from its bytes and the coordinates of its devices.
 
-Times assume ring algorithms and count bandwidth alone. Latency is computed separately. Contention between collectives is ignored.
-
-`MeasuredRates` are rates that chips reached in published benchmarks, for the slow end of an estimate. None of them was measured
-in a training run. Sources, by the letters in the comments below:
+Times assume ring algorithms, and depend only on bandwidth. Latency is computed separately. Contention between collectives is
+ignored. `MeasuredRates` are rates that chips reached in published benchmarks. They determine the upper end of an estimated time.
+None of them was measured in a training run. The letters in the code's comments refer to these sources:
 
 a. Matrix products of the fastest shapes: https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
    Matmul FLOPS". OpenXLA's own table (xla/service/gpu/model/matmul_interpolator_data.h) ends at 805 TFLOP/s for H100.
 b. Products of 8,192 x 8,192 matrices on v5e: https://docs.jax.dev/en/latest/pallas/tpu/matmul.html, "XLA matmul", 92.3% of the
-   peak. No source was found for v4 and v5p, whose MXUs have the same size: the same share is assumed.
+   peak. No source was found for v4 and v5p. The same share is assumed, because their MXUs have the same size.
 c. Products of 8,192 x 8,192 matrices, and a copy of 32 MiB at 83% of the bandwidth, on v6e:
    https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks. The share of the bandwidth is assumed for other TPUs too.
 d. A copy in the memory of an H100, 2,903 GB/s: https://github.com/aigatech/vpbenchmarking. The share of the bandwidth, 86.6%,
@@ -50,7 +49,7 @@ class MeasuredRates:
       links: share of the peak bandwidth of ICI or NVLink that large collectives reach.
       latency: seconds that a small collective takes within an NVLink domain; on TPUs, seconds per hop.
       network_latency: seconds that a small collective takes between NVLink domains; 0 for TPUs.
-      attention: FLOP/s of the attention kernel's forward and backward pass; None if no published measurement was found.
+      attention: FLOP/s of the attention kernel, as (forward, backward); None if no published measurement was found.
     """
 
     products: float
@@ -67,17 +66,16 @@ class Machine:
 
     Attributes:
       kind: beginning of the chip's `jax.Device.device_kind`.
-      memory: bandwidth of the main memory; 0 in `MACHINES` for GPUs, because `chips.CHIPS` has it.
+      memory: bandwidth of the main memory. In `MACHINES`, 0 for GPUs; `machine` takes it from `chips.CHIPS`.
       link: bandwidth in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
       network: bandwidth in one direction, per chip, between TPU slices or NVLink domains.
       inside: name of the links within a slice or an NVLink domain, e.g. 'ICI'.
       outside: name of the network between slices or NVLink domains, e.g. 'DCN'.
-      wraps_at: TPU: smallest size at which the ends of a torus dimension are linked; 0 for GPUs, which have no torus.
-      cubes: TPU: True if torus dimensions only wrap around in slices made of whole cubes of `wraps_at` chips per dimension.
+      wraps_at: TPU: smallest size at which a torus dimension wraps around (its ends are linked); 0 for GPUs.
+      cubes: TPU: True if torus dimensions wrap around only in slices in which each dimension is a multiple of `wraps_at`.
       domain_devices: maximum number of GPUs in an NVLink domain. If it is at most 8, a domain is one host. 0 for TPUs.
       matrix_side: TPU: number of rows, and of columns, of a matrix unit; 0 for GPUs.
-      vector_ops: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, because `machine` computes it from
-        `chips.CHIPS`.
+      vector_ops: float32 operations per second of the vector units. In `MACHINES`, 0 for GPUs; `machine` computes it.
     """
 
     kind: str
@@ -214,7 +212,7 @@ class Links:
         return max(times, key=lambda time: time.inside + time.outside)
 
     def latency(self, collective: Collective) -> float:
-        """Returns the latency of one execution in seconds: the hops of its rings on TPUs, a measured NCCL latency on GPUs."""
+        """Returns the latency of one execution in seconds: on TPUs, from the hops in its rings; on GPUs, as measured for NCCL."""
         reached = self._machine.measured
         if collective.kind == "collective-permute" and collective.groups.size:
             pairs = self._domains[collective.groups]
@@ -248,9 +246,9 @@ class Links:
         return LinkTime(passes * inside, passes * outside)
 
     def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
-        """Returns (number of devices, bytes per second, hops) for the ring in each torus dimension that a group spans.
+        """Returns a group's rings, one per torus dimension that it spans, as (number of devices, bytes per second, hops).
 
-        The group must lie within one slice.
+        The group of devices (`members`) must lie within one slice.
         """
         places = self._coordinates[members]
         rings = []
@@ -274,7 +272,7 @@ class Links:
         return sum(bandwidths) if is_box else min(bandwidths)
 
     def _exchange(self, members: np.ndarray, size: float) -> float:
-        """Returns the seconds of an all-to-all of `size` bytes per device within a domain; on TPUs, the slowest ring decides."""
+        """Returns the seconds of an all-to-all of `size` bytes per device within a domain (on TPUs, in the slowest ring)."""
         if len(members) == 1:
             return 0.0
         if self._machine.domain_devices:

@@ -1,13 +1,14 @@
 """`--mode=plan --search=memory`: searches for changes that make an experiment fit its chips, cheapest first.
 
-Each rung of the ladder is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory,
-minibatches, gradients of minibatches added up in bfloat16, another mesh. Rungs are compiled one after another, each together
-with those before it, until a program fits. Rungs that save nothing are undone, and in the end those without which the program
-fits too. If no program fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
+The search is called a ladder. Each rung is a change that saves memory: rematerialization, the optimizer state in fewer bits or in
+host memory, minibatches, accumulating the minibatches' gradients in bfloat16, or a different mesh. The ladder compiles one rung
+after another, each on top of the earlier ones, until a program fits. A rung that saves nothing is undone at once. In the end,
+rungs that turn out not to be needed are undone too. If no program fits, the ladder tries fewer rows (examples in the global
+batch), and names chips with enough memory.
 
-Predicted bytes decide which policy, dtype or number of minibatches a rung takes, so most rungs cost one compilation. A policy
-changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and minibatches divide the bytes
-that depend on rows. The printed table has predicted and compiled bytes.
+Most rungs need only one compilation, because a rung's policy, dtype or number of minibatches is chosen by predicted bytes. For
+the prediction, a policy changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and
+minibatches divide the bytes that depend on the number of rows. The printed table has predicted and compiled bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LEAST_SAVING = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Try:
-    """A change that saves memory, and that the memory ladder may try next.
+    """A memory-saving change that the memory ladder may try next.
 
     Attributes:
       rung: name of the change, e.g. 'remat save_nothing'.
@@ -68,7 +69,7 @@ def search(job: Job) -> None:
     Also writes `plan_search.json` and `plan.html` if the job has a directory for reports.
 
     Raises:
-      UserError: nothing fits with the experiment's number of rows. The message names fewer rows with which the step fits, if any.
+      UserError: no fit was found with the experiment's number of rows. The message says whether the step fits with fewer rows.
     """
     found = Search(job, ())
     ladder = MemoryLadder(job, found, plan_report.Store(job, ("memory",)))
@@ -107,7 +108,7 @@ class MemoryLadder:
         self.ended_early = ""
 
     def climb(self, budget: float) -> None:
-        """Compiles the experiment's program, then one rung after another until a program fits or `budget` seconds have passed."""
+        """Compiles the experiment's program, then adds rungs (changes) until a program fits or `budget` seconds have passed."""
         self._ends = time.monotonic() + budget
         first = self._search.outcomes[0].candidate
         at = self._compile("as it is", first)
@@ -141,7 +142,7 @@ class MemoryLadder:
 
     @property
     def has_fewer_rows(self) -> bool:
-        """True if no program fits with the experiment's number of rows."""
+        """True if the experiment's number of rows was too large: no program fits, or only one with fewer rows."""
         return self.fitting is None or self.fitting.candidate.rows is not None
 
     def text(self) -> str:
@@ -171,9 +172,9 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to rematerialisation policies that save fewer activations, those with the fewest FLOPs first.
+        """Yields changes to rematerialization policies that save fewer activations, in ascending order of FLOPs.
 
-        Policies that save nothing else of this model give the same program; of these, one is yielded.
+        If several policies give the same program, yields only one of them.
         """
         if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
@@ -193,7 +194,7 @@ class MemoryLadder:
         yield from self._first_that_fits([tried for _, tried in sorted(found.values(), key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes of the optimizer state's dtype: to bfloat16 if predicted to fit, to 8 bits if bfloat16 doesn't fit."""
+        """Yields new dtypes for the optimizer state: bfloat16 if it is predicted to fit, and 8 bits if bfloat16 doesn't fit."""
         dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
@@ -221,10 +222,10 @@ class MemoryLadder:
             yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to more minibatches, each time twice as many, while a device has several rows to divide.
+        """Yields changes to 2, 4, 8, ... times as many minibatches, as long as this gives a device fewer rows per minibatch.
 
-        A line through the last two programs with several minibatches, bytes = a + b * (rows that a device computes at a time),
-        predicts the next program's bytes. Numbers that are predicted not to fit are skipped, except for the last number.
+        A line through the last two programs with several minibatches, bytes = a + b * (a device's rows per minibatch), predicts
+        the next program's bytes. Skips changes that are predicted not to fit, except for the last one.
         """
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
         of_device = functools.partial(plan_prediction.rows_of_device, self._job)
@@ -242,9 +243,9 @@ class MemoryLadder:
                 self._by_rows.append((of_device(number), num_bytes))
 
     def _meshes(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to meshes over the same axes with less train state per device, shortest predicted step first.
+        """Yields changes to meshes with the same axes, but less train state on each device, fastest predicted step first.
 
-        The bytes are not predicted, because a mesh also changes how much of weights, gradients and activations a device holds.
+        Total bytes are not predicted, because the mesh also changes a device's share of weights, gradients and activations.
         """
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
@@ -262,9 +263,10 @@ class MemoryLadder:
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to fewer rows, if the experiment's batch size can be overridden. Halves the number until the program is
-        predicted to fit, and again after each try. The number of minibatches is the experiment's own. The predicted bytes are
-        those of a program with as many rows in each minibatch, minus the bytes of the accumulated gradients.
+        """Yields changes to 1/2, 1/4, 1/8, ... of the rows, with the experiment's own number of minibatches.
+
+        Yields nothing if the experiment's batch size can't be overridden. Skips changes that are predicted not to fit, except for
+        a single row. The prediction is that of `_minibatches` for minibatches of this size, minus the accumulated gradients.
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)
@@ -286,10 +288,10 @@ class MemoryLadder:
     # --- how they are tried ------------------------------------------------------------------------------------------
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
-        """Yields the first change that is predicted to fit; if it doesn't fit, the next such change, and so on; at last, the
-        change with the fewest predicted bytes. Yields all changes if one has no prediction.
+        """Yields the changes that are predicted to fit, in order, and last the change with the fewest predicted bytes.
 
-        Each compiled program corrects the predictions nearest to its own; see `corrected`.
+        The caller stops when a change fits. After each compilation, predictions are corrected; see `corrected`. If a change has
+        no prediction, yields all changes.
         """
         if any(tried.predicted is None for tried in tries):
             yield from tries
@@ -310,7 +312,7 @@ class MemoryLadder:
                 waiting = [waiting[smallest]]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
-        """Compiles a candidate, adds it to `steps` and returns its outcome, which has the reason if it can't be compiled."""
+        """Compiles a candidate, adds it to `steps` and returns its outcome. If compilation fails, `reason` there says why."""
         outcome = Outcome(candidate)
         self._store.read([outcome])
         try:
@@ -327,7 +329,7 @@ class MemoryLadder:
         return outcome
 
     def _drop_needless(self, first: Candidate, fitting: Outcome) -> None:
-        """Undoes each change without which the program fits too, earliest first. Compiles only what is predicted to fit."""
+        """Undoes each change that the program doesn't need to fit, earliest first. Compiles only what is predicted to fit."""
         kept = [tried for tried, _ in self._climbed]
         for index, (tried, before) in enumerate(self._climbed[:-1]):
             rest = [one for one in kept if one is not tried]
@@ -353,7 +355,7 @@ class MemoryLadder:
         return plan_prediction.state_bytes(self._search.job_of(candidate))[0]
 
     def _larger_chips(self) -> str:
-        """Returns a sentence that names the chips with enough memory for the smallest program with the experiment's rows."""
+        """Returns a sentence that names the chips with enough memory for the smallest compiled program that has all rows."""
         whole = [s.outcome.bytes for s in self.steps if s.outcome.bytes and s.outcome.candidate.rows is None]
         if not whole:
             return "The compiler doesn't say how many bytes it needs"
@@ -363,13 +365,13 @@ class MemoryLadder:
 
 
 def corrected(tried: Try, errors: Mapping[int, int]) -> Try:
-    """Returns a change with its prediction corrected by the error of the compiled program whose prediction was nearest.
+    """Adds to a change's prediction the error of the compiled program with the nearest prediction. Returns the new `Try`.
 
-    Programs that save nearly as many bytes have similar errors: e.g. they compute the same activations of a layer again.
+    Programs that save similar numbers of bytes have similar errors, e.g. because they recompute the same activations.
 
     Args:
       tried: the change.
-      errors: {predicted bytes of a compiled program: its compiled bytes - these}.
+      errors: {predicted bytes of a compiled program: compiled bytes - predicted bytes}.
     """
     predicted = tried.predicted
     if predicted is None or not errors:
@@ -379,8 +381,6 @@ def corrected(tried: Try, errors: Mapping[int, int]) -> Try:
 
 
 def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
-    """Returns a change that sets the config field `path` to `value`."""
-
     def change(at: Candidate) -> Candidate:
         others = tuple(override for override in at.more if not override.startswith(f"{path}="))
         return dataclasses.replace(at, more=(*others, f"{path}={value!r}"))
@@ -389,7 +389,7 @@ def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
 
 
 def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """Predicts bytes for `rows` rows per device by a line through the last two (rows, bytes) of `known`; None for fewer."""
+    """Predicts the bytes for `rows` rows from a line through the last two (rows, bytes) points; None if there is only one."""
     if len(known) < 2:
         return None
     (many, large), (few, small) = known[-2:]

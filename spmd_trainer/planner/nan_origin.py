@@ -21,7 +21,7 @@ _BACKWARD = "transpose("
 
 
 class Value(NamedTuple):
-    """Identifies a value of one execution of a program, by the `Place` of the value's frame and the value's id in this frame."""
+    """Identifies a value in one execution of a program: `place` identifies the value's frame, `number` is its id in the frame."""
 
     place: Place
     number: int
@@ -35,8 +35,8 @@ class Found:
       operation: the operation; None for an argument or a constant of the program.
       argument: the argument's position; None for an operation or a constant.
       layer: the operation's layer, with the iterations of loops, e.g. 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
-      backward: True if the backward pass executes the operation, except for rematerialisation.
-      recomputed: True if the backward pass recomputes the operation (rematerialisation).
+      backward: True if the operation belongs to the backward pass. False if it is only recomputed there.
+      recomputed: True if the backward pass recomputes the operation (rematerialization).
       flag: `INFINITE` or `NAN`.
       from_infinity: True if the operation turned an infinity into a NaN.
       order: sort key by time of execution.
@@ -56,7 +56,10 @@ class Found:
 
 
 class Flags:
-    """The flags of one execution of a program: the frame and the flags (numpy arrays) from `run_with_flags`."""
+    """A flag (`FINITE`, `INFINITE` or `NAN`) for each value in one execution of a program.
+
+    `frame` and `flags` (as numpy arrays) come from `run_with_flags`.
+    """
 
     def __init__(self, frame: Frame, flags: Any):
         self.frame = frame
@@ -122,9 +125,9 @@ class Flags:
         return (source for source in sources if source.number != LITERAL)
 
     def _of_result(self, place: Place, index: int, operation: Operation, position: int) -> Iterator[Value]:
-        """Yields the value in a loop's body that became the loop's result.
+        """Yields the value in a loop's body that became result number `position` of the loop.
 
-        Of the values that a stacked result is made of, yields the first with the worst flag. A NaN is worse than an infinity.
+        A stacked result has a value per iteration: yields the first one with the worst flag. NaN is worse than infinity.
         """
         number = _body(operation).results[position]
         iterations = _in_order(operation)

@@ -1,7 +1,7 @@
 """Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
 
-With `--topology`, planning works on a machine without accelerators, and needs the package extra that has the chips' compiler:
-`tpu` or `plan-gpu`. Bytes and collectives are read from the compiled program, not computed by a formula.
+With `--topology`, planning works on a machine without accelerators. It then needs a package extra that installs the compiler for
+the chips: `tpu` or `plan-gpu`. Bytes and collectives are read from the compiled program, not computed by a formula.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ChipBytes:
       arguments: bytes of train state and batch.
       temporaries: bytes of activations, gradients and gathered variables at their peak.
       outputs: bytes of the new state and the scalars, except outputs that reuse the buffers of donated arguments.
-      peak: maximum number of bytes that are live at the same time, arguments included. `total` is larger by the gaps between
-        buffers; if memory is tight, the compiler closes gaps. None without a topology: it is not reported for host devices.
+      peak: maximum number of bytes that are live at the same time, arguments included. `total` also includes the gaps between
+        buffers. None without a topology, because the peak of host devices is not reported.
     """
 
     arguments: int
@@ -80,17 +80,17 @@ class Plan(ChipBytes):
       padding: bytes of the state that are padding.
       memory: memory of one chip, or None if unknown.
       num_params: number of elements of the model's variables, trainable and frozen.
-      model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
-        al. 2020), nor are experts that a token doesn't choose. None for models whose batch has no tokens.
-      compiler_flops: the compiler's estimate of FLOPs per chip, which counts loop bodies once; None if it gives none.
-      collectives: records by kind and mesh axes: 'kind', 'axes', 'count' (executions per step) and 'bytes' (per step).
+      model_flops: 6 * parameters * tokens of the global batch / chips (Kaplan et al. 2020). Leaves out attention, and experts
+        that a token doesn't choose. None for models whose batch has no tokens.
+      compiler_flops: the compiler's estimate of FLOPs per chip, with each loop body counted once; None if there is no estimate.
+      collectives: one record for each kind and mesh axes: 'kind', 'axes', 'count' (executions per step), 'bytes' (per step).
       estimate: estimated step time; None if the chip's bandwidths are unknown.
-      attention: a line for each attention kernel chosen, with the reasons against other kernels.
-      xla_flags: the XLA flags that the experiment asks for; see `training.xla_flags`.
-      least_chips: number of chips that the train state alone would fill, divided evenly; None if the memory is unknown.
-      memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
-        doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
-      seconds: how many seconds it took to compile and analyse the step.
+      attention: one line of text for each attention kernel chosen, with the reasons for not choosing other kernels.
+      xla_flags: the XLA flags that the experiment sets; see `training.xla_flags`.
+      least_chips: number of chips that the train state alone would fill if sharded evenly; None if the memory is unknown.
+      memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak, which should shrink if the
+        step doesn't fit. `hlo_liveness` says how accurate it is. None if the instructions are not in execution order.
+      seconds: seconds that compiling and analyzing the step took.
     """
 
     chips: int
@@ -111,7 +111,7 @@ class Plan(ChipBytes):
 
     @property
     def fits(self) -> bool | None:
-        """True if `total` is within the memory of a chip that JAX can use; None if the memory is unknown."""
+        """True if `total` is at most the part of a chip's memory that JAX can use; None if the memory is unknown."""
         return None if self.memory is None else self.total <= usable_memory(self.kind, self.memory)
 
     def __str__(self) -> str:
@@ -128,11 +128,11 @@ def usable_memory(kind: str, memory: int) -> int:
 
 
 def refused_bytes(message: str, arguments: int) -> int | None:
-    """Returns the bytes per chip of a step that the TPU compiler refused, read from its error message; None if it has none.
+    """Returns the bytes per chip that a step needs, read from the TPU compiler's error message; None if it doesn't say.
 
     Args:
-      message: the error message.
-      arguments: bytes of the step's arguments, which are added if the number in the message leaves them out.
+      message: the error message for a step that doesn't fit.
+      arguments: bytes of the step's arguments. They are added if the number in the message leaves them out.
     """
     found = _REFUSED.search(message)
     if found is None:
@@ -150,8 +150,7 @@ def plan(job: Job) -> Plan:
       job: a job whose partitioner has the mesh to plan for. `config.topology` names the topology of its devices.
 
     Raises:
-      UserError: the compiler reports that the step doesn't fit, with its table of live buffers, or that it can't compile the
-        step.
+      UserError: the step doesn't fit (the message has the compiler's table of live buffers), or can't be compiled.
     """
     from spmd_trainer.training import start_up
 
@@ -205,7 +204,7 @@ def _memory(topology: str | None) -> int | None:
 
 
 def _least_chips(job: Job) -> int | None:
-    """Returns the number of chips that the train state alone would fill, divided evenly; None without a topology."""
+    """Returns the number of chips that the train state alone would fill if sharded evenly; None without a topology."""
     memory = _memory(job.config.of(ChipsConfig).topology)
     if memory is None:
         return None
@@ -266,8 +265,8 @@ def plan_text(result: Plan) -> str:
 
 
 def memory_setting(kind: str, total: int, memory: int | None) -> str:
-    """Returns the environment setting that makes enough GPU memory available, with a reason; '' if the default
-    suffices or no setting would.
+    """Returns advice to set the environment variable that lets JAX use more of a GPU's memory; '' if that isn't needed,
+    or isn't enough for the step to fit.
 
     Args:
       kind: the chip's `jax.Device.device_kind`.

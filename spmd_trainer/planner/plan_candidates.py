@@ -1,4 +1,4 @@
-"""The candidates that `--mode=plan` searches: meshes, rematerialisation policies, numbers of minibatches and batch sizes."""
+"""The candidates that `--mode=plan` searches: meshes, rematerialization policies, numbers of minibatches and batch sizes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Candidate:
 
     Attributes:
       mesh: name and size of each mesh axis, outermost first.
-      remat: value for all of the model's `checkpoint_policy` fields; None: as the experiment sets them.
-      minibatches: the partitioner's `num_minibatches`; None: as the experiment sets it.
-      rows: number of rows (examples) of the global batch; None: as the experiment sets it.
+      remat: value for all `checkpoint_policy` fields of the model; None to keep the experiment's values.
+      minibatches: the partitioner's `num_minibatches`; None to keep the experiment's number.
+      rows: number of rows (examples) in the global batch; None to keep the experiment's number.
       more: further overrides of the experiment's config, each as 'path=value'.
     """
 
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def settings(self) -> Settings:
-        """(remat, rows, more): the candidate's changes to the experiment's config. Mesh and minibatches are set by flags."""
+        """(remat, rows, more), the candidate's changes to the experiment's config. Its mesh and minibatches are set by flags."""
         return self.remat, self.rows, self.more
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def quoted(override: str) -> str:
 
 
 def policy_fields(experiment: ResolvedExperiment) -> dict[str, str]:
-    """Returns {path: value} of the config fields that are rematerialisation policies."""
+    """Returns {path: value} of the config fields that set rematerialization policies."""
     return dict(_POLICY_FIELD.findall("\n".join(experiment.lines())))
 
 
@@ -98,9 +98,9 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
 
 
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields all meshes over the axes, as ((axis, size), ...): each way to write `num_devices` as a product of axis sizes.
+    """Yields all meshes with these axes, as ((axis, size), ...): each way to write `num_devices` as a product of axis sizes.
 
-    Leaves out meshes whose outermost axis with a size above 1 has a size that is not a multiple of `num_slices`.
+    Leaves out a mesh if the size of its outermost axis (not counting axes of size 1) isn't a multiple of `num_slices`.
     """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in itertools.product(divisors, repeat=len(axes) - 1):

@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
 
 _MOST_POINTS = 400
-# Maximum number of groups of layers. The chart has this many colours.
+# Maximum number of groups of layers. The chart has this many colors.
 _MOST_LAYERS = 5
 # Maximum number of rows in the table of the largest arrays.
 _MOST_ARRAYS = 8
@@ -39,11 +39,11 @@ _NAMES: Mapping[Kind, str] = {
     "gradients": "gradients of repeated layers",
     "rest": "other temporaries",
 }
-# Parts of an operation's name that JAX's transformations and control flow add.
+# Components of an operation's name that JAX's transformations and control flow add.
 _WRAPPER = re.compile(
     r"(?:jit|jvp|transpose|vmap|pjit|remat)\(.*|while|body|cond|closed_call|checkpoint|remat\w*|branch_\d+_fun|einsum|.*->.*"
 )
-# Number at the end of a layer's name, by which equal layers differ.
+# Number at the end of a layer's name, which distinguishes otherwise equal names.
 _NUMBER = re.compile(r"(?:^|(?<=_))\d+$")
 
 
@@ -52,8 +52,8 @@ class Group:
     """Arrays that the chart shows as one area.
 
     Attributes:
-      kind: kind of the arrays, e.g. 'variables'; 'layer' for temporaries made by a layer's operations.
-      name: the text in the chart; for a layer its path, e.g. 'repeat/sub/x_layers_*/self_attention'.
+      kind: kind of the arrays, e.g. 'variables'. Temporaries that a layer's operations make have the kind 'layer'.
+      name: the group's name in the chart; for a layer, its path, e.g. 'repeat/sub/x_layers_*/self_attention'.
       num_bytes: live bytes at each point of the chart.
     """
 
@@ -86,12 +86,12 @@ class MemoryOverTime:
     """The memory chart: live bytes of a chip at some points of a compiled program's schedule.
 
     Attributes:
-      positions: the position in the schedule of each point of the chart.
-      length: number of positions of the schedule.
+      positions: for each point of the chart, its position in the schedule.
+      length: number of positions in the schedule.
       groups: the areas of the chart, lowest first.
       peak: index of the point with the most bytes.
       operations: for each point, the index of its operation in `operation_names`.
-      operation_names: texts of the operations, e.g. 'lm/softmax, backward'.
+      operation_names: layer and pass of each operation, e.g. 'lm/softmax, backward'.
       loops: a record of each outermost loop: 'begin' and 'end' are the first and last position of its body, 'times' is the number
         of iterations, and 'part' is 'forward', 'backward', 'rematerialised' or ''.
       largest: the largest temporaries at the peak, largest first.
@@ -138,9 +138,9 @@ def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
 
 
 def layer_path(operation: str) -> Path:
-    """Returns the layers around an operation, outermost first, without the scopes that JAX adds; () outside of all layers.
+    """Returns the layers that contain an operation, outermost first, without the scopes that JAX adds; () if there are none.
 
-    Numbers by which equal layers differ become '*', e.g. 'x_layers_*'.
+    A number at the end of a layer's name becomes '*', e.g. 'x_layers_*'.
     """
     *scopes, _ = hlo_liveness.first_operation(operation).split("/")
     path: list[str] = []
@@ -164,7 +164,7 @@ def operation_text(operation: str) -> str:
 
 
 def _operation_texts(operations: Sequence[str]) -> list[str]:
-    """Returns a text for each position. For operations added by the compiler, it names the model's operation before them."""
+    """Returns `operation_text` for each position. For operations added by the compiler, names the operation before them."""
     texts, before = list[str](), ""
     for operation in operations:
         text = operation_text(operation)
@@ -174,7 +174,7 @@ def _operation_texts(operations: Sequence[str]) -> list[str]:
 
 
 def _pass(operation: str) -> str:
-    """Returns the pass of the train step that an operation belongs to; '' for operations of the optimizer or the compiler."""
+    """Returns the pass (e.g. 'backward') that an operation belongs to; '' for operations of the optimizer or the compiler."""
     if "rematted_computation" in operation:
         return "rematerialised"
     if "transpose(" in operation:
@@ -207,7 +207,7 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
-    """Returns the temporaries with the most bytes at a position of the schedule. Equal arrays of a group count as one entry."""
+    """Returns the largest temporaries at a position of the schedule. Equal arrays of one group are merged into one entry."""
     counts = collections.Counter(
         (live.array, name)
         for _, name, ranges in named
@@ -229,12 +229,12 @@ def _divided(
 ) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
     """Groups temporaries by the layers that make them. Returns {name of the group: its temporaries}, and the other temporaries.
 
-    Splits the largest group by the next layer of its layer paths, again and again, unless there would be too many groups.
+    Repeatedly divides the largest group by the next component of its layer paths, unless this would give too many groups.
 
     Args:
       ranges: the temporaries.
       length: number of positions of the schedule.
-      least: groups that never reach this many live bytes are added to the other temporaries.
+      least: minimum number of live bytes that a group must reach; smaller groups are added to the other temporaries.
     """
     full = _full_paths([layer_path(live.array.made_by) for live in ranges])
     groups: dict[Path, list[LiveRange]] = {(): list(ranges)}
@@ -268,7 +268,7 @@ def _most(ranges: Sequence[LiveRange], length: int) -> int:
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
-    """Returns {path: complete path}. The compiler drops the outer layers of some names; other paths show these."""
+    """Returns {path: complete path}. Where the compiler dropped a path's outer layers, takes them from a different path."""
     counts = collections.Counter(path[0] for path in paths if path)
     root = counts.most_common(1)[0][0] if counts else ""
     before: dict[str, Path] = {}
@@ -280,7 +280,7 @@ def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _layer_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns {layer path: name of its group}. The name is the path without the prefix that all paths share."""
+    """Returns {layer path: name of its group}. The name is the path without the outer layers that all paths share."""
     levels = zip(*(path[:-1] for path in paths), strict=False)
     common = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
     names = {}

@@ -51,7 +51,7 @@ def search(job: Job) -> None:
 
 
 def build_job(config: PlanConfig) -> Job:
-    """Builds the job that a search starts from. It has the experiment's own mesh, or another if this doesn't fit the topology.
+    """Builds the job that a search starts from. If the experiment's own mesh doesn't fit the topology, chooses a different one.
 
     Raises:
       UserError: `--topology` is missing; or see `Job.build`.
@@ -66,7 +66,7 @@ def build_job(config: PlanConfig) -> Job:
         if config.mesh or not {"mesh", "memory"} & set(config.search) or declared is None:
             raise
         devices = topology_devices(config.topology, config.num_slices)
-        # From large outer axes to large inner ones: these split the batch, which every model allows.
+        # From large outer axes to large inner ones: outer axes shard the batch, which every model allows.
         for mesh in reversed(list(plan_candidates.meshes(tuple(declared.shape), len(devices), config.num_slices))):
             try:
                 mesh_over_slices(dict(mesh), devices)

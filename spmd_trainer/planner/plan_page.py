@@ -65,7 +65,7 @@ def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int
 
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
-    """Returns the HTML page of one plan, a `plan_record`. `about`: {name: text} for its head; 'experiment' is the title."""
+    """Returns the HTML page of a plan (see `plan_record`). `about`: {name: text} for the head; 'experiment' is the title."""
     facts = [_fits_fact(plan)]
     if plan["seconds"]:
         note = "from everything overlapping to nothing overlapping"
@@ -98,7 +98,7 @@ def _write(job: Job, text: str) -> None:
 
 
 def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Returns the facts in the head of the page. `mesh`: the mesh of a plan; None for a search, which has several."""
+    """Returns {name: text} for the page's head. `mesh`: the mesh of a plan; None for a search, which has several meshes."""
     config, devices = job.config.of(ChipsConfig), job.partitioner.mesh.devices
     chips = f"{count_text(devices.size, 'chip')} ({devices.flat[0].device_kind})"
     slices = f", {config.num_slices} slices" if config.num_slices > 1 else ""
@@ -165,7 +165,6 @@ _COLUMNS = {"Step": "num", "Range": "num", "Bytes per chip": "num", "Padding": "
 
 
 def _front_table(search: Record) -> str:
-    """Returns the HTML table of the candidates that are shown in full; '' if there are none."""
     if not search["shown"]:
         return ""
     header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind in _COLUMNS.items())
@@ -211,7 +210,7 @@ def plan_record(plan: Plan) -> Record:
 
 
 def _memory(memory: MemoryOverTime) -> Record:
-    """Returns the memory chart as JSON. Runs [number of points, bytes] make each group's bytes ten times shorter."""
+    """Returns the memory chart as JSON. Each group's bytes become runs [number of points, bytes], which take less space."""
     groups = [
         {
             "kind": group.kind,
@@ -224,7 +223,7 @@ def _memory(memory: MemoryOverTime) -> Record:
 
 
 def _collectives(plan: Plan) -> list[Record]:
-    """Returns the plan's collectives by kind and mesh axes, the longest first; their seconds are None without an estimate."""
+    """Returns the plan's collectives by kind and mesh axes, longest first. Without an estimate, their 'seconds' are None."""
     times = {(time.kind, tuple(time.axes)): time for time in (plan.estimate.collectives if plan.estimate else ())}
     rows = []
     for row in plan.collectives:
@@ -234,8 +233,8 @@ def _collectives(plan: Plan) -> list[Record]:
 
 
 def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the candidates that the page shows in full: the Pareto front, fastest first; if nothing fits, the compiled
-    candidate that needs the fewest bytes. The page has the compiled programs of the first `MOST_PLANS` of these candidates.
+    """Returns the candidates that the page shows in full: the Pareto front, fastest first. If nothing fits, returns the compiled
+    candidate that needs the fewest bytes. For the first `MOST_PLANS` of these, the page also shows the compiled program.
     """
     compiled = [outcome for outcome in outcomes if outcome.bytes is not None]
     return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
@@ -246,8 +245,8 @@ def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags
 
     Args:
       outcomes: all candidates.
-      chip_memory: bytes of one chip's memory that JAX can take; None if unknown.
-      flags: returns the command-line flags that run a candidate.
+      chip_memory: bytes of a chip's memory that JAX can use; None if unknown.
+      flags: given a candidate, returns the command-line flags that run it.
     """
     front = {id(outcome) for outcome in plan_report.pareto_front(outcomes)}
     points = [_point(outcome, id(outcome) in front) for outcome in outcomes]
@@ -290,7 +289,7 @@ def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags
 
 
 def _point(outcome: Outcome, is_front: bool) -> Record:
-    """Returns a candidate's point for the scatter plot. If it was not compiled, uses predicted seconds and the state's bytes."""
+    """Returns a candidate's point for the scatter plot, with predicted seconds and the state's bytes if it wasn't compiled."""
     compiled = outcome.bytes is not None
     seconds = outcome.estimated if compiled else outcome.predicted or None
     if outcome.seconds is not None:

@@ -1,19 +1,20 @@
 """Predicts the step times of candidates from the sharding of their variables, to choose which candidates to compile first.
 
-A step's work is counted in passes. A pass is as much work as one forward pass; a step without rematerialisation has three.
+A step's work is counted in passes. A pass is as much work as one forward pass. A step without rematerialization has three passes.
 
-- In each pass, each weight is multiplied with the tokens of a device. This reads or writes the activations on both sides of the
-  weight. Values that a layer saves for the backward pass are written and read once.
-- A weight that is sharded over batch axes is gathered over these axes once in the forward pass and once in the backward pass of
+- In each pass, a device multiplies each weight by the activations of its tokens. This reads or writes the weight's input and
+  output activations. Values that a layer saves for the backward pass are written once and read once.
+- If a weight is sharded over batch axes, it is gathered over these axes once in the forward pass and once in the backward pass of
   each minibatch, and its gradient is summed over these axes.
-- A weight that is sharded over other axes needs unsharded activations on one side. In each pass, these activations are gathered,
-  or summed and scattered, over these axes. Weights of one layer that read the same activations share this collective.
+- If a weight is sharded over other axes, either its input or its output must be unsharded. In each pass, these activations are
+  gathered, or summed and scattered, over these axes. Weights of one layer with the same input share this collective.
 
-Left out are elementwise operations, the exchange of keys and values when a row's tokens are sharded, and routing to experts.
+The prediction leaves out elementwise operations, the exchange of keys and values when a row's tokens are sharded, and routing
+to experts.
 
-`optimistic` corrects predictions by the estimates of compiled candidates. Predictions of candidates that share a setting are
-wrong in a similar way: e.g. splitting activations over a large axis moves more bytes than predicted under every policy. So
-log(estimate / prediction) is modelled as a Gaussian process, a sum of terms for mesh, policy, number of minibatches and batch
+`optimistic` corrects predictions by comparing them with the estimates for compiled candidates. Candidates that share a setting
+have similar prediction errors: e.g. sharding activations over a large axis moves more bytes than predicted under every policy. So
+log(estimate / prediction) is modeled as a Gaussian process: a sum of terms for mesh, policy, number of minibatches and batch
 size. Each term changes little between similar settings. `_LENGTH` and `_OWN` are round numbers chosen by hand.
 """
 
@@ -43,7 +44,7 @@ from spmd_trainer.step.compiled_step import StepFn
 from spmd_trainer.training.job import Job
 
 _STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
-# Text that differs between equal programs: the rematerialisation policy, and memory addresses.
+# Text that differs between equal programs: the rematerialization policy, and memory addresses.
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 # Bytes of an element of a weight, an activation or a gradient in the computation.
 _ELEMENT = 2
@@ -78,7 +79,7 @@ class Work:
 
     @property
     def passes(self) -> float:
-        """FLOPs of the step / FLOPs of the forward pass: 3, or up to 4 with rematerialisation."""
+        """FLOPs of the step divided by FLOPs of the forward pass: 3, or up to 4 with rematerialization."""
         return self.step.flops / self.forward.flops if self.forward.flops else 3.0
 
 
@@ -101,7 +102,7 @@ class Prediction:
 
 
 def state_bytes(job: Job) -> tuple[int, int]:
-    """Returns the bytes of the train state on one device, and how many of them are padding. Leaves out state in host memory."""
+    """Returns the bytes of the train state on one device, and how many of these are padding. Leaves out state in host memory."""
     mesh = job.partitioner.mesh_shape()
     records = [v for v in job.partitioner.metadata.records() if v.memory_kind != host_states.PINNED_HOST]
     whole = sum(v.bytes_per_device(mesh) for v in records)
@@ -109,9 +110,9 @@ def state_bytes(job: Job) -> tuple[int, int]:
 
 
 def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 1) -> Prediction:
-    """Returns the predicted step time of a candidate's job on chips with these rates. `work`: the step's costs; see `traced`.
+    """Returns the predicted step time of a candidate's job on chips with the rates `machine`.
 
-    `minibatches`: number of minibatches per step. Each minibatch gathers the weights again.
+    `work`: the step's costs, from `traced`. `minibatches`: number of minibatches per step; each gathers the weights again.
     """
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
@@ -149,13 +150,13 @@ def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 
 
 
 def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
-    """Returns a lower limit for the seconds per step. The matrix products run at the chips' peak, or the main memory is busy
-    with reading the train state and writing all of it but the frozen variables, whichever takes longer.
+    """Returns a lower limit for the seconds per step: the longer of two times. One is the time of the matrix products at the
+    chips' peak. The other is the time to read the train state from main memory, and to write it without the frozen variables.
 
     Args:
       job: the candidate's job.
-      machine: the rates of its chips.
-      flops: FLOPs of the step on all devices; see `jaxpr_costs.dot_costs`.
+      machine: rates of the job's chips.
+      flops: FLOPs of the step, summed over all devices; see `jaxpr_costs.dot_costs`.
     """
     whole, _ = state_bytes(job)
     products = flops / job.partitioner.mesh.size / machine.chip.peak_flops
@@ -163,7 +164,7 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
 
 
 def rows_of_device(job: Job, minibatches: int, rows: int | None = None) -> int:
-    """Returns the rows of one minibatch on a device, with padding. `rows`: rows of the global batch; None: those of the job."""
+    """Returns the number of a minibatch's rows on a device, with padding. `rows`: rows in the global batch; None: the job's."""
     parts = _size(job.partitioner.mesh_shape(), _batch_axes(job)[0])
     return -(-(job.num_rows if rows is None else rows) // (minibatches * parts))
 
@@ -189,7 +190,7 @@ def _size(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
 
 
 def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the mesh axes that split the batch's rows, and those that split its rows or tokens; by default, all for both."""
+    """Returns the mesh axes that shard the batch's rows, and those that shard rows or tokens. By default, both are all axes."""
     mesh = job.partitioner.mesh_shape()
     mapping = job.task.train.inputs_split_mapping
     for field in ("map_2d", "map_1d"):
@@ -207,16 +208,16 @@ def _entries(split: PartitionSpec | Sequence[str | Sequence[str] | None], rank: 
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight matrix as one layer uses it, with activations on two sides. The outer side is the layer's input or output.
+    """A weight matrix as one layer uses it. Its outer dimension is the width of the layer's input or output.
 
     Attributes:
       layers: number of layers whose weights are stacked in the variable; 1 if it is not stacked.
       logical_elements: number of elements in all layers, without padding.
       elements: elements of one layer's weight on one device while the weight is used, i.e. after the gather over batch axes.
-      outer: width of the outer side: the dimension that batch axes split. If they split none, the largest dimension that no
-        other axis splits.
-      of_batch, others: mesh axes larger than 1 that split the weight: batch axes, and other axes.
-      reads: a key that is equal for weights of one layer that read the same activations.
+      outer: size of the dimension that is sharded over batch axes. If none is, the size of the largest dimension that is not
+        sharded over other axes.
+      of_batch, others: the batch axes and the other mesh axes over which the weight is sharded. Axes of size 1 are left out.
+      reads: a key that is equal for those weights of one layer that read the same activations.
     """
 
     layers: int
@@ -229,7 +230,7 @@ class _Weight:
 
     @property
     def inner(self) -> int:
-        """Width of the inner side on one device: the side of the weight that is not the outer side."""
+        """Size of the dimension that is not `outer`, on one device."""
         return self.elements // self.outer
 
 
@@ -258,7 +259,7 @@ def _weights(job: Job, of_batch: Sequence[str]) -> Iterator[_Weight]:
 
 
 def _tokens_of_row(job: Job, work: Work, weights: Sequence[_Weight]) -> float:
-    """Returns the tokens per row. If the batch has no token ids, e.g. for images, derives them from the weights' FLOPs."""
+    """Returns the tokens per row. If the batch has no token ids, e.g. for images, derives the number from the weights' FLOPs."""
     shapes = job.inputs_shape_dtype
     if "ids" in shapes:
         return float(np.prod(shapes.ids.shape[1:]))
@@ -267,7 +268,7 @@ def _tokens_of_row(job: Job, work: Work, weights: Sequence[_Weight]) -> float:
 
 
 class _Network:
-    """Adds up the times of collectives over mesh axes."""
+    """Sums the times of collectives over mesh axes."""
 
     def __init__(self, job: Job, machine: links.Machine):
         mesh = job.partitioner.mesh
@@ -286,7 +287,8 @@ class _Network:
           axes: mesh axes that the collectives cross, each larger than 1. If empty, nothing is added.
           num_bytes: bytes per device, as in `Collective`, summed over all executions.
           times: number of executions.
-          combined: True if the compiler merges collectives with equal kind, axes and times: the latency of these counts once.
+          combined: if True, the latency of collectives with equal `kind`, `axes` and `times` is added only once, because the
+            compiler merges them.
         """
         if not axes:
             return
@@ -351,7 +353,7 @@ def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
 
 
 def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation of log(estimate / prediction) for the candidates in `waiting`: float [waiting] each."""
+    """Returns the mean and the standard deviation of log(estimate / prediction) for each candidate in `waiting`."""
     errors = np.array([math.log((outcome.estimated or 0.0) / outcome.predicted) for outcome in known])
     if not len(errors):
         return np.zeros(len(waiting)), np.full(len(waiting), _SPREAD)
@@ -378,10 +380,10 @@ def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _settings(candidates: Sequence[Candidate]) -> list[np.ndarray]:
-    """Returns the candidates' meshes, policies, minibatches and rows, each as points [candidates, coordinates].
+    """Returns four arrays of points [candidates, coordinates] for the candidates' meshes, policies, minibatches and rows.
 
-    Sizes are base-2 logarithms. Two points have a distance of 1 if one mesh axis is halved and another doubled, if the policy is
-    different, or if the number of minibatches or rows is doubled.
+    The coordinates of sizes are base-2 logarithms. Two points have a distance of 1 if one mesh axis is half as large and one is
+    twice as large, if the policy is different, or if the number of minibatches or rows is doubled.
     """
     policies = sorted({candidate.remat for candidate in candidates}, key=str)
     return [

@@ -40,18 +40,18 @@ class Outcome:
       seconds: middle of the estimated range of the step time; None if the candidate was not compiled or doesn't fit.
       shortest, longest: the estimated range of the step time in seconds; None if the candidate was not compiled.
       bytes: bytes that the compiled step needs on one chip.
-      state_bytes: bytes of the train state on one chip, from its layout.
+      state_bytes: bytes of the train state on one chip, computed from its shapes and sharding.
       padding: bytes of the state that are padding.
       dominant: the collective that takes longest, and its mesh axes, as text.
       predicted: step time in seconds as predicted before compilation; 0 if there is no prediction.
       bound: lower limit for the seconds per step.
       reason: why the candidate was ruled out; '' if it wasn't.
-      not_reached: why the search ended before it compiled the candidate; '' if it did not.
+      not_reached: if the search ended before it reached the candidate, the reason; else ''.
       compiled_in: compile time in seconds; 0 if the search did not try to compile the candidate.
       too_large: True if the candidate was compiled and doesn't fit.
-      program: hash of the traced step and of the sharding of its arguments; '' if the step was not traced. In a search over
-        meshes, this is the hash for the job's own mesh.
-      details: page data of its compiled program (`plan_page.plan_record`); None if the page doesn't show it.
+      program: hash of the traced step and of its arguments' sharding; '' if the step was not traced. A search over meshes
+        traces the step only on the job's own mesh.
+      details: the compiled program's data for the page (`plan_page.plan_record`); None if the page doesn't show it.
     """
 
     candidate: Candidate
@@ -136,8 +136,8 @@ class Store:
     """The cache of a search's results, `plan_search.json`. If the job has no directory for reports, nothing is stored.
 
     Attributes:
-      key: hash of all that a compiled step and its estimate depend on, except the program: settings, topology, versions etc.
-        `Outcome.program` is the hash of the program.
+      key: hash of everything that affects a compiled step and its estimate (settings, topology, versions etc.), except the
+        program. `Outcome.program` is the program's hash.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -165,9 +165,9 @@ class Store:
         self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in the results of compiled candidates from an earlier search with the same `key`.
+        """Fills in the results of candidates that an earlier search with the same `key` compiled.
 
-        The file is read at the first call only.
+        Only the first call reads the file.
         """
         if self._earlier is None:
             self._earlier = self._read_file()
@@ -210,7 +210,7 @@ class Store:
 
 
 def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the candidates that fit, fastest first, without those that another one beats in both seconds per row and bytes."""
+    """Returns the candidates that fit and that no other candidate beats in both seconds per row and bytes, fastest first."""
     front: list[Outcome] = []
     for outcome in sorted((o for o in outcomes if o.seconds is not None), key=lambda o: (o.per_row, o.bytes)):
         if not front or (outcome.bytes or 0) < (front[-1].bytes or 0):
@@ -254,7 +254,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
 
 
 def run_flags(job: Job, candidate: Candidate) -> str:
-    """Returns the flags of a run with the candidate's settings, including the overrides from this search's command line."""
+    """Returns the command-line flags for training with a candidate's settings, including the overrides given to this search."""
     config = job.config.of(ChipsConfig)
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
     if config.num_minibatches is not None and candidate.minibatches is None:
@@ -279,7 +279,7 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns a sentence on how many chips are needed, assuming an evenly split state and the smallest temporaries so far."""
+    """Returns a sentence on how many chips an evenly sharded state and the smallest compiled step's temporaries would need."""
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
     rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
     needs = f"The state takes {bytes_text(state)} in all"

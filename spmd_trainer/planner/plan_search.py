@@ -1,4 +1,4 @@
-"""A search of `--mode=plan` for the fastest mesh, rematerialisation policy, minibatches and batch on a topology.
+"""Searches for the fastest mesh, rematerialization policy, number of minibatches and batch size on a topology (`--mode=plan`).
 
 No candidate is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
 another candidate has the same program. The others are compiled, most promising first, until the budget runs out or no
@@ -29,12 +29,12 @@ from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 
 # The search ends when no other candidate is likely to be among this many fastest.
 _BEST = 5
-# Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
+# Errors that libraries raise when a candidate is traced or compiled. `UserError` is a ValueError.
 ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 class Search:
-    """One search: its candidates and their outcomes.
+    """A search over candidates, and its results.
 
     Attributes:
       machine: bandwidths and other rates of the chips.
@@ -123,7 +123,7 @@ class Search:
         return tuple(self._job.partitioner.mesh_shape().items())
 
     def _predict_all(self, ends: float) -> None:
-        """Traces each policy and batch size, and predicts the candidates' step times, until `time.monotonic()` reaches `ends`."""
+        """Traces the step for each policy and batch size, and predicts step times, until `time.monotonic()` reaches `ends`."""
         with Phase(f"tracing and predicting {count_text(len(self.outcomes), 'candidate')}") as phase:
             self._trace_all(ends)
             from_before = [outcome for outcome in self.outcomes if outcome.compiled_in]
@@ -142,8 +142,8 @@ class Search:
     def _trace_all(self, ends: float) -> None:
         """Traces the step once for each policy and batch size. Rules out policies that give the same program as an earlier one.
 
-        Two policies give the same program if the model lacks the values that only one of them saves. Candidates that an earlier
-        search compiled are traced even after `ends`, because their results are valid only if the program is unchanged.
+        Two policies give the same program if the model doesn't have the values that only one of them saves. Candidates that an
+        earlier search compiled are traced even after `ends`, because their results are valid only if the program is unchanged.
         """
         seen: dict[tuple[int | None, str], str | None] = {}
         all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
@@ -224,7 +224,7 @@ class Search:
         return plan.plan(self.job_of(candidate))
 
     def compile(self, outcome: Outcome) -> None:
-        """Compiles a candidate's step and stores its bytes and estimated time, or why it can't be compiled, in `outcome`."""
+        """Compiles a candidate's step. Stores its bytes and estimated time in `outcome`, or the reason if compilation fails."""
         started = time.monotonic()
         try:
             result = self.plan_of(outcome.candidate)
@@ -256,10 +256,10 @@ class Search:
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Rules out candidates that differ from `too_large`, which doesn't fit, only in as many or more rows per minibatch.
+        """Rules out candidates that have at least as many rows per minibatch as `too_large`, and otherwise the same settings.
 
-        If `too_large` has several minibatches, candidates with a single minibatch are not ruled out, because they hold no
-        accumulated gradients.
+        If `too_large` has several minibatches, candidates with a single minibatch are not ruled out, because they need no memory
+        for accumulated gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number, larger = known.minibatches or default, []
@@ -272,7 +272,7 @@ class Search:
 
 
 def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
-    """Rules out, with this reason, each of the candidates that is neither compiled nor ruled out yet."""
+    """Rules out those candidates that are neither compiled nor ruled out yet, and stores `reason` in their outcomes."""
     for outcome in outcomes:
         if not outcome.is_known:
             outcome.reason = reason if isinstance(reason, str) else reason(outcome)
@@ -287,7 +287,7 @@ def _drop_details(outcomes: Sequence[Outcome]) -> None:
 
 
 def of_program(outcomes: Sequence[Outcome], program: str) -> None:
-    """Sets the candidates' program hash. Drops results that an earlier search got for another program."""
+    """Stores a program's hash in the candidates' outcomes. Clears results that an earlier search got for a different program."""
     for outcome in outcomes:
         if outcome.compiled_in and outcome.program != program:
             outcome.forget()

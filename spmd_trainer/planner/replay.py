@@ -1,8 +1,8 @@
 """`--mode=replay --step=N`: repeats training step N of a run, and reports where the step's first NaN or infinity came from.
 
-Restores the newest complete checkpoint before step N, and repeats the steps in between as in training: same batches, same
-random key, same compiled step. Then evaluates step N with a flag on each value (`value_flags`), and runs step N once more as in
-training. Replay writes only its log and takes no lock, so the run may continue meanwhile.
+Replay restores the newest complete checkpoint before step N, and repeats the steps in between as in training, with the same
+batches, random key and compiled step. Then it evaluates step N with a flag on each value (`value_flags`), and runs step N once
+more as in training. Replay writes nothing but its log and acquires no lock, so the original run may continue at the same time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def replay(job: Job) -> None:
     Must be called by every process; process 0 prints.
 
     Raises:
-      UserError: the run lacks this step or a complete checkpoint before it, or the run's input can't be moved to the step.
+      UserError: the run hasn't reached this step, has no complete checkpoint before it, or can't provide the steps' batches.
       CheckpointError: the checkpoint can't be read.
     """
     step = job.config.of(ReplayConfig).replay_step
@@ -95,7 +95,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
     """Runs a training step and computes a flag for each of its values; see `value_flags`. The state is not donated.
 
     Args:
-      state: the train state before the step, padded, on the mesh.
+      state: the train state before the step, on the mesh, with padded shapes.
       batch: the step's batch, on the mesh.
       update: True to also flag the values inside the learner, not only the learner's results.
     """
@@ -131,7 +131,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 def _named_step(
     layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs `train_step` with a `checkpoint_name` on each gradient. Returns the new state, and the loss and summaries by name."""
+    """Runs `train_step` with a `checkpoint_name` on each gradient. Returns the new state, and a dict of loss and summaries."""
 
     run = grad_fn or functools.partial(step_fns.gradients, layout)
 
@@ -193,7 +193,7 @@ def _restore(job: Job, step: int) -> Restored:
 
 
 def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
-    """Returns a context manager that yields the training input after a checkpoint, or None if its position was not saved."""
+    """Returns a context manager that yields the training input, positioned after a checkpoint, or None if it has no position."""
     saved = restored.input_state
     has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
     if restored.step and not has_position:
@@ -202,7 +202,7 @@ def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextMana
 
 
 class _Batches:
-    """The batches of the repeated steps: from the training input, or for the last step, from the run's directory if it is there.
+    """The repeated steps' batches, from the training input. For the last step, prefers the batch in the run's directory.
 
     Attributes:
       notes: lines about the last step's batch, for the report.
@@ -241,7 +241,7 @@ class _Batches:
         return written
 
     def _written(self) -> PyTree | None:
-        """Returns the last step's batch as the run wrote it, on the devices; None unless every process has its own rows."""
+        """Returns the last step's batch as the run wrote it, on the devices; None if a process's rows are missing or unusable."""
         job, partitioner = self._job, self._job.partitioner
         padded = partitioner.layout.pad_inputs_shape_dtype(job.inputs_shape_dtype)
         rows, problem = None, ""
@@ -260,7 +260,7 @@ class _Batches:
         return None
 
     def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
-        """Returns the reason why the written rows don't fit this mesh; '' if they do."""
+        """Returns the reason why the written rows have the wrong shape for this mesh; '' if they have the right one."""
         for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
             expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
             if x.shape != expected:

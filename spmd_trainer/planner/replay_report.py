@@ -35,13 +35,13 @@ class Observed:
     first_update: int
 
     def is_of_update(self) -> bool:
-        """Returns True if loss and gradients are finite, and some result that the learner computed from them is not."""
+        """Returns True if the loss and the gradients are finite, but some result that the learner computes from them isn't."""
         before = [self.results["loss"], *self.gradients.values()]
         return not any(map(self.flags.flag, before)) and any(map(self.flags.flag, self.results.values()))
 
 
 def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> list[str]:
-    """Returns the report's lines. `scalars`: the step's scalars from a run without flags, as in training."""
+    """Returns the report's lines. `scalars`: scalars of the same step, evaluated without flags, as in training."""
     norms = ", ".join(f"gradient norm {norm:g}" for norm in scalars.summaries_called(GRAD_NORM))
     numbers = f"loss {scalars.loss:g}" + (f", {norms}" if norms else "")
     start = _start(observed)
@@ -70,7 +70,7 @@ def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> 
 
 
 def _start(observed: Observed) -> list[Value] | None:
-    """Returns the non-finite values of the first group that has any: loss, gradients, gradient norms, new state; else None."""
+    """Returns the non-finite values in the first of these that has any: loss, gradients, gradient norms, new state. Else None."""
     norms = {name: value for name, value in observed.results.items() if summary_name(name).endswith(GRAD_NORM)}
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     loss = {"loss": observed.results["loss"]}

@@ -1,4 +1,4 @@
-"""Estimates the time of a compiled train step: a range from full overlap of its parts to no overlap.
+"""Estimates the time of a compiled train step as a range: at best, its parts overlap fully; at worst, not at all.
 
 Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
@@ -7,12 +7,11 @@ overlaps: the times of all parts are added up, with the latency of each collecti
 NVLink then run at rates measured in benchmarks (`links.py`). The vector units, and the network between slices or NVLink domains,
 run at the rates of the data sheet in both cases, because no measurement of them was found.
 
-Two limits of the hardware count in both cases: a TPU's matrix units are partly idle if the heads of an attention kernel don't
-fill them, and float32 products take twice as long as bfloat16 ones on GPUs (TF32).
+Two hardware limits apply in both cases. Attention heads that are too narrow for a TPU's matrix units leave these partly idle. On
+GPUs, float32 products take twice as long as bfloat16 products (TF32).
 
-Not modelled: the host; the time to launch a kernel; small or narrow products, which run slower than large ones; vector units that
-don't reach their peak; and contention between collectives. A loop whose number of iterations the program doesn't state counts
-as one iteration.
+The estimate leaves out the host, the time to launch kernels, the lower rate of small or narrow products, vector units that don't
+reach their peak, and contention between collectives. If the program doesn't state a loop's number of iterations, one is assumed.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Estimated time of one step on one chip. Measured rates are those of `links.py`.
+    """Estimated time of one step on one chip. "Measured" rates are those in `links.py`.
 
     Attributes:
-      matrix_flops: FLOPs of the matrix products, including rematerialisation and attention.
+      matrix_flops: FLOPs of the matrix products, including rematerialization and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: time of the matrix products at the chip's peak.
       achieved_matrix_seconds: time of the matrix products at a measured rate.
@@ -63,7 +62,7 @@ class Estimate:
         products, vector operations and memory accesses.
       inside_seconds, outside_seconds: time of the collectives on the links inside slices (or NVLink domains) and between them.
       achieved_inside_seconds: time of the collectives inside slices (or NVLink domains) at a measured bandwidth.
-      latency_seconds: total latency of the collectives, which the other times leave out.
+      latency_seconds: total latency of the collectives. The other times don't include it.
       permute_seconds: part of `inside_seconds` spent on permutations (collective-permute). A permutation uses its links in one
         direction, so two permutations in opposite directions can run at the same time.
       collectives: the collectives by kind and mesh axes, longest first.

@@ -28,7 +28,7 @@ _PLUGINS = {"cuda12": "jax_plugins.xla_cuda12", "cuda13": "jax_plugins.xla_cuda1
 def run_on_host() -> None:
     """Makes JAX use the CPU in this process, which then neither takes an accelerator's memory nor waits for an accelerator.
 
-    For processes that only compile programs. Call this function before JAX initialises any device.
+    For processes that only compile programs. Call this function before JAX initializes any device.
     """
     jax.config.update("jax_platforms", "cpu")
 
@@ -44,11 +44,11 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
     Args:
       topology: chip and shape. For TPUs, e.g. 'v5e:16x16' or 'v5p:8x8x8'; for NVIDIA GPUs, hosts x GPUs per host, e.g.
         'h100:32x8'.
-      num_slices: number of slices with this shape, connected by the data-center network. For GPUs, it multiplies the hosts.
+      num_slices: number of slices with this shape, connected by the data-center network. For GPUs, multiplies the host count.
 
     Raises:
       UserError: the chip or the shape is unknown, or a host doesn't have that many GPUs.
-      MissingCompilerError: the package extra that has the topology's compiler is not installed.
+      MissingCompilerError: the package extra with the compiler for these chips is not installed.
     """
     name, _, shape = topology.partition(":")
     chip = BY_TOPOLOGY.get(name)

@@ -1,9 +1,9 @@
-"""Evaluates a jaxpr, and computes for each of its floating-point or complex values a flag: 0 finite, 1 infinite, 2 NaN.
+"""Evaluates a jaxpr, and computes a flag for each of its floating-point or complex values: 0 finite, 1 infinite, 2 NaN.
 
-The evaluated program consists of the jaxpr's operations and one reduction per value, which computes the flag. Values inside
+The evaluated program consists of the jaxpr's operations and, for each value, a reduction that computes the flag. Values inside
 loops (`lax.scan`) and `shard_map` get flags too. Loops are not unrolled: the flags of a loop's iterations are stacked, like the
-loop's other results. The program does not call back to the host. `nan_origin.py` reads the flags. A caller may record something
-other than flags: `coord_check.py` records samples of matrix products.
+loop's other results. The program does not call back to the host. `nan_origin.py` reads the flags. Instead of flags, a caller may
+record something else: `coord_check.py` records samples of matrix products.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def run_with_flags(
     Args:
       closed: the jaxpr.
       args: the jaxpr's arguments.
-      until: prefix of a `checkpoint_name`. After the first value whose name has this prefix, only the program's results get
-        flags, which saves compile time. None: all values get flags.
-      measure: computes the array to record for each floating-point value instead of a flag; None records flags.
+      until: prefix of a `checkpoint_name`. After the first value whose name has this prefix, only the program's results and
+        values inside loops or `shard_map` get flags, which saves compile time. None: all values get flags.
+      measure: computes the array to record instead of a flag for each floating-point or complex value; None to record flags.
 
     Returns:
-      The jaxpr's results; the flags, {'own': int32 [flagged values], 'bodies': {index of a loop or `shard_map` among the
-      operations: flags of its body, in the same form}}; and the `Frame` to which the flags belong. The arrays of a loop's body
-      have the iterations as dimension 0.
+      Three items: the jaxpr's results, the flags, and the `Frame` that describes the flagged program. The flags are a dict
+      {'own': int32 [flagged values], 'bodies': {index of a loop or `shard_map` operation: dict with the flags of its body}}.
+      In the dict of a loop's body, dimension 0 of each array is the iteration.
     """
     recorder = _Recorder(measure or _flag, until)
     consts = [recorder.value(x) for x in closed.consts]
@@ -221,7 +221,7 @@ def _one(
 
 
 def _widens(eqn: Any) -> bool:
-    """Returns True for a conversion to a floating-point type with at least the same range: finite values stay finite."""
+    """Returns True for a conversion to a floating-point type with at least the same range, so that finite values stay finite."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]

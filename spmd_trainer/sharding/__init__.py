@@ -1,8 +1,8 @@
-"""Sharding of arrays on a mesh: meshes, PartitionSpecs, padding, rules, placement and a report. Needs only JAX and NumPy.
+"""Makes meshes, chooses shardings for arrays, pads arrays and places them, and reports shardings. Needs only JAX and NumPy.
 
-`create_device_mesh` makes a mesh. One of four sources decides how an array is sharded: a split mapping (by rank, for inputs), the
-layer's own declaration, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`). The last three give a
-`VariableSpec` for each variable: path, logical shape, spec, padding, and the reason for the spec. `sharding_report` shows them.
+`create_device_mesh` makes a mesh. An input is sharded by a split mapping, which lists mesh axes for inputs of each rank. A
+variable is sharded by its layer's declaration, by a path rule (`infer_sharding`), or by a shape rule (`MeshPartitionHelper`).
+A `VariableSpec` records a variable's path, logical shape, spec, padding, and the reason for the spec; `sharding_report` shows it.
 
 `public.py` lists the public names and imports JAX, so it is imported only when one of these names is first used. The command
 line must start quickly, and imports only `sharding.messages`.

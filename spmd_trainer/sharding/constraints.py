@@ -21,12 +21,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
 _LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 
 
-# Two sets of mesh axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} for a weight.
+# Two sets of mesh axes, over which two dimensions of one array are sharded, such as {{'data'}, {'mdl'}} for a weight.
 AxesPair: TypeAlias = frozenset[frozenset[str]]
 
 
 def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> frozenset[AxesPair]:
-    """Returns the pairs of axis sets that split two dimensions of the same array, for all arrays with the given specs.
+    """Returns the pairs {mesh axes of one dimension, mesh axes of another} of all two sharded dimensions of a spec.
 
     Args:
       specs: the PartitionSpecs of arrays.
@@ -42,13 +42,13 @@ def computable(
     """Returns a spec whose mesh axes are ordered so that XLA computes matrix products correctly.
 
     XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of these
-    conditions hold: the rows of x and y are split over several axes, the last of which is 'data'; the last dimension of x and y
-    is split over 'mdl'; w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares only
-    numbers of shards, so it confuses 'data' with 'mdl'. With 'data' first, as in ('data', 'replica'), the product is correct.
+    are true: the rows of x and y are sharded over several axes, the last of which is 'data'; the last dimension of x and y is
+    sharded over 'mdl'; w is sharded over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares
+    only numbers of shards, so it confuses 'data' with 'mdl'. If 'data' is the first of several axes, the product is correct.
 
-    If possible, no proper suffix of an entry's axes has as many shards as a mesh axis outside the entry. Otherwise the order is
-    the reverse of the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs` shows that
-    XLA could also confuse axes in this order, the next order without such a confusion is taken.
+    An entry keeps its order if no proper suffix of its axes has as many shards as a mesh axis outside the entry. Otherwise it
+    gets an order with this property if there is one, and else the reverse of the mesh's order. (The mesh's outermost axis, over
+    which weights are seldom sharded, is then last.) Orders in which XLA could confuse axes of `pairs` are skipped.
 
     Args:
       spec: the spec.
@@ -57,7 +57,7 @@ def computable(
 
     Returns:
       The spec with reordered axes. The number of shards does not change, but the devices that hold them do. A dimension for
-      which `pairs` rules out every order is not split. (Splitting it over fewer axes could cause another XLA fault, see
+      which `pairs` rules out every order is not sharded. (Sharding it over fewer axes could cause a different XLA fault, see
       `even_products`.)
     """
     return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
@@ -97,7 +97,7 @@ def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] 
 
 
 def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Collection[AxesPair]) -> list[str]:
-    """Returns a warning for each dimension of `specs` that `computable` leaves unsplit. Arguments as for `computable`."""
+    """Returns a warning for each dimension of `specs` that `computable` does not shard. For the arguments, see `computable`."""
     return sorted(
         {
             f"the constraint {spec_text(spec)} does not split dimension {dim}: in any order, XLA would take its axes for others "
@@ -119,11 +119,11 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) ->
 def constrain_together(
     arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh | None
 ) -> list[jax.Array]:
-    """Constrains each array of a batch to its spec; small arrays with equally split rows share one collective.
+    """Constrains each array of a batch to its spec. Arrays whose rows have the same sharding share one collective.
 
     A batch of tokens consists of a few arrays of some kilobytes each. At this size, a collective's time is all latency, so
-    six collectives take six times as long as one. Arrays are combined only if they have rank 1 or 2 and 4-byte elements, only
-    if their specs split no dimension but the rows, and only if the constraint moves data (a batch arrives split over the
+    six collectives take six times as long as one. Arrays share a collective only if they have rank 1 or 2, 4-byte elements and
+    the same number of rows, their specs shard only the rows, and the constraint moves data (a batch arrives sharded over the
     whole mesh).
     """
     sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
@@ -143,7 +143,7 @@ def constrain_together(
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns int32 [rows, columns of all arrays]: the arrays concatenated along columns, bitcast to int32."""
+    """Bitcasts the arrays to int32, and concatenates them along their columns. Returns int32 [rows, all columns]."""
     columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], math.prod(x.shape[1:])), jnp.int32) for x in arrays]
     return jnp.concatenate(columns, axis=1)
 
@@ -168,7 +168,7 @@ def constraints_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
     """Returns {'file:line': notes} for the sharding constraints in user code, i.e. outside this package and praxis.
 
-    A constraint has one note, a sentence, for each dimension whose size is not divisible by its number of shards.
+    The notes of a constraint are sentences, one for each dimension whose size is not divisible by its number of shards.
     """
     found: dict[str, list[str]] = {}
     for eqn, sharding in constraints_of(jaxpr):
@@ -192,7 +192,7 @@ def uneven(sharding: Any, shape: Shape) -> list[str]:
 
 
 def split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes that split each of an array's `rank` dimensions; () for unsplit and unconstrained dimensions."""
+    """Returns the mesh axes over which a spec shards each of `rank` dimensions; () for unsharded and unconstrained ones."""
     entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
     return axes_by_dim(PartitionSpec(*entries), rank)
 

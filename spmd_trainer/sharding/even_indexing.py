@@ -1,6 +1,6 @@
 """Padding rules (see `even_rules`) for gathers, scatters, convolutions and windowed reductions.
 
-XLA's partitioner (jaxlib 0.10.2) pads rows that it can't split evenly. In the gradient of a gather, which is a scatter, it
+XLA's partitioner (jaxlib 0.10.2) pads rows that it can't shard evenly. In the gradient of a gather, which is a scatter, it
 adds these padding rows to row 0. So these rules pad the rows before XLA does, and mask the padding.
 """
 
@@ -46,7 +46,7 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for the scatter primitives. Padding rows of the indices write nothing.
+    """Padding rule for the scatter primitives. Indices in padding rows write nothing.
 
     The gradient of an embedding lookup is scattered into an array of zeros. Where possible, the result of such a scatter is
     deferred (see `Value.is_held`) until the padding that the gradient needs is known.
@@ -72,7 +72,7 @@ def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             at_held[at] = up_held[rows[at]] = x_held[dim]
         if no_row_can_be_left_out:
             at_held, up_held = list(indices.shape), list(updates.shape)
-        # XLA mixes up the rows of vmapped scatters whose indices are split along a dimension that is not vmapped.
+        # XLA mixes up the rows of vmapped scatters whose indices are sharded along a dimension that is not vmapped.
         loose = [at for at in range(len(rows)) if batching and at not in batching.values()]
         held = tuple(x_held), tuple(at_held), tuple(up_held)
         return _written(pins, eqn, (x, indices, updates), held, rows, loose)
@@ -101,12 +101,12 @@ def _written(
     """Runs a scatter at the given physical shapes, and returns its result.
 
     Args:
-      pins: constrains dimensions to be unsplit.
+      pins: constrains dimensions to be unsharded.
       eqn: the scatter's equation.
       values: the scatter's array, indices and updates.
       held: the physical shapes of these three.
       rows: the dimensions of the updates that correspond to dimensions of the indices.
-      loose: the dimensions of the indices to keep unsplit.
+      loose: the dimensions of the indices to constrain to be unsharded.
     """
     (x, indices, updates), (x_held, at_held, up_held) = values, held
     mode = eqn.params["mode"]
@@ -129,13 +129,13 @@ def _written(
 
 
 def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequence[int], mode: Any) -> jax.Array:
-    """Keeps indices that lie outside an array's logical shape from reading or writing the array's padding.
+    """Changes indices that lie outside an array's logical shape, so that they don't read or write the array's padding.
 
     Args:
       at: the indices [..., len(dims)].
       shape: the logical shape of the indexed array.
       held: the physical shape of the indexed array.
-      dims: the array's dimension to which each index of the last dimension of `at` belongs.
+      dims: `at[..., i]` indexes dimension `dims[i]` of the array.
       mode: the operation's GatherScatterMode. With CLIP, indices are clipped to the logical shape; otherwise they are moved
         outside the physical shape.
     """
@@ -158,7 +158,7 @@ def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
 
 
 def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for convolutions. Ungrouped ones keep the padding of batch and features, and mask summed features."""
+    """Padding rule for convolutions. Without groups, batch and features keep their padding, which is masked in input features."""
     x, kernel = values
     numbers = eqn.params["dimension_numbers"]
     row_groups = eqn.params["batch_group_count"] != 1
@@ -185,7 +185,7 @@ def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for windowed reductions. Dimensions with windows lose their padding and are not split; others keep it."""
+    """Padding rule for windowed reductions. Dimensions with windows lose their padding and are left unsharded."""
     params, rank = eqn.params, len(values[0].shape)
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]

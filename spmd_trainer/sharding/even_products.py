@@ -1,11 +1,11 @@
-"""Finds the matrix products of a program that XLA would compute wrongly, and chooses other splits for their results.
+"""Finds the matrix products of a program that XLA would compute wrongly, and chooses other shardings for their results.
 
-A program requests splits for the results of its products: by sharding constraints, and by the shardings of its variables,
-which also apply to the variables' gradients. For some of these splits, XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes
-the product wrongly: if a mesh axis of a contracted dimension splits a dimension of the result, while the mesh axis by which
-the operands would split this dimension splits another one (`docs/partitioner_faults.md`).
+A program requests shardings for the results of its products: by sharding constraints, and by the shardings of its variables,
+which also apply to the variables' gradients. For some of them, XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes the
+product wrongly. For example, dimension d of the result is to be sharded over a mesh axis of a contracted dimension, and the axis
+over which d is sharded in the operand is to shard a different dimension of the result (`docs/partitioner_faults.md`).
 
-On a mesh of three or more axes, splits that XLA itself chooses can trigger this fault, so all products are constrained there.
+On a mesh of three or more axes, shardings that XLA itself chooses can trigger the fault, so all products are constrained there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, once_
 from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
 from spmd_trainer.sharding.specs import mesh_shape_of
 
-# The splits that a program requests for one array. Each split has the mesh axes of every dimension.
+# The shardings that a program requests for one array. Each sharding has the mesh axes of every dimension.
 Splits: TypeAlias = frozenset[DimAxes]
-# Operations that keep the dimensions: splits requested for the result are also requested for operands of the same rank.
+# Operations that keep the dimensions: shardings requested for the result are also requested for operands of the same rank.
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
 
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
-    """Returns {id(equation of a dot_general): splits that the program requests for its result}.
+    """Returns {id(equation): shardings that the program requests for its result}, for all `dot_general` equations.
 
     Args:
       jaxpr: the program.
-      results: the mesh axes that split each dimension, for each of the program's first results.
+      results: the mesh axes of every dimension, for each of the program's first results.
     """
     found: dict[int, Splits] = {}
     asked = [frozenset({axes}) for axes in results]
@@ -46,14 +46,14 @@ def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The splits of the operands of a matrix product.
+    """The shardings of the operands of a matrix product.
 
     Attributes:
-      suggested: for each dimension of the result, the mesh axes that split the operand's dimension from which it comes. One
-        axis may occur in several dimensions.
-      summed: the mesh axes that split contracted dimensions.
+      suggested: for each dimension of the result, the mesh axes over which it is sharded in the operand that it comes from.
+        One axis may occur in several dimensions.
+      summed: the mesh axes over which contracted dimensions are sharded.
       num_batch: the number of batch dimensions, which come first in the result.
-      is_crossed: True if each operand's contracted dimensions are split over an axis that does not split those of the other.
+      is_crossed: True if the contracted dimensions of each operand have a mesh axis that those of the other operand lack.
     """
 
     suggested: DimAxes
@@ -76,16 +76,16 @@ class Operands:
 
     @property
     def axes(self) -> DimAxes:
-        """`suggested`, with each mesh axis only in the first dimension in which it occurs."""
+        """The mesh axes of `suggested`. An axis that occurs in several dimensions is kept only in the first of them."""
         return once_each(self.suggested)
 
 
 def is_changed(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if a product's split must not be left to XLA, as for all products on meshes of three or more axes.
+    """Returns True if a product must be constrained: if XLA may compute it wrongly, or the mesh has three or more axes.
 
     Args:
       eqn: the equation of a dot_general.
-      asked: the splits that the program requests for the result.
+      asked: the shardings that the program requests for the result.
       sizes: {axis: size} of the mesh.
     """
     return _num_real_axes(sizes) > 2 or _may_be_wrong(eqn, asked, sizes)
@@ -94,9 +94,9 @@ def is_changed(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
 def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     """Padding rule for `dot_general`. Padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
 
-    On a mesh of more than two axes, the operands are constrained to their known splits, and a result for which the program
-    requests no split is constrained to the split that its operands suggest. Otherwise XLA might choose other splits, to match
-    arrays that are added to the result, and compute the product wrongly.
+    On a mesh of more than two axes, the operands are constrained to the shardings that are known for them. If the program
+    requests no sharding for the result, the result is constrained to the one that its operands suggest. Otherwise XLA might
+    choose shardings that match arrays to be added to the result, and compute the product wrongly.
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     sizes = {} if pins.mesh is None else mesh_shape_of(pins.mesh)
@@ -112,7 +112,7 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
         return pins.value(bind(eqn, [left, right])[0], shape, operands.axes)
     is_pinned = _num_real_axes(sizes) > 2
     if is_pinned:
-        # If at most one dimension's axes are unknown, and few axes are requested, XLA may choose how to split that dimension.
+        # If at most one dimension's axes are unknown, and few axes are requested, XLA may choose how to shard that dimension.
         is_free = not _may_be_wrong(eqn, asked, sizes) and operands.suggested.count(None) < 2
         left = pins.split(left, _operand_axes(x.axes, {i: y.axes[j] for i, j in pairs}, is_free))
         right = pins.split(right, _operand_axes(y.axes, {j: x.axes[i] for i, j in pairs}, is_free))
@@ -126,7 +126,7 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
 
 
 def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, sizes: Mapping[str, int]) -> list[int]:
-    """Returns the physical (padded) shape with which an operand enters a matrix product.
+    """Returns the physical (padded) shape that an operand gets for a matrix product.
 
     An operand that has been computed keeps its physical shape. In a deferred operand (see `Value.is_held`), such as one-hot
     ids, each dimension that the result keeps is padded to a multiple of the number of shards that the program requests for it.
@@ -135,7 +135,7 @@ def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, si
       value: the operand.
       used: the operand's batch and contracted dimensions. Its other dimensions become dimensions of the result.
       first: the dimension of the result that the first of these other dimensions becomes.
-      asked: the splits that the program requests for the result.
+      asked: the shardings that the program requests for the result.
       sizes: {axis: size} of the mesh.
     """
     held = list(value.physical)
@@ -147,15 +147,14 @@ def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, si
 
 
 def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], is_free: bool) -> DimAxes:
-    """Returns the mesh axes over which to split each dimension of one operand of a matrix product.
+    """Returns the mesh axes over which to shard each dimension of one operand of a matrix product.
 
-    A dimension with unknown axes is split like the paired dimension of the other operand. If those axes are unknown too, the
-    dimension is left to XLA (`is_free`) or not split.
+    A dimension with unknown axes is sharded like the dimension of the other operand with which it is paired.
 
     Args:
-      axes: the operand's axes; None where unknown.
-      others: {dimension of the operand: axes of the paired dimension of the other operand}.
-      is_free: True to leave dimensions to XLA if the axes of both operands are unknown.
+      axes: the mesh axes of each dimension of the operand; None if unknown.
+      others: {dimension of the operand: mesh axes of the paired dimension of the other operand}.
+      is_free: if a dimension's axes are unknown in both operands, True leaves its sharding to XLA; False leaves it unsharded.
     """
     found = [others.get(dim) if over is None else over for dim, over in enumerate(axes)]
     return once_each(tuple(() if over is None and not is_free else over for over in found))
@@ -164,11 +163,11 @@ def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], i
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """Returns a safe PartitionSpec for the result of a product that XLA would compute wrongly; None for other products.
 
-    The spec has the axes that the operands suggest, but only as many as XLA handles correctly.
+    The spec has the axes that the operands suggest, except those with which XLA would still compute the product wrongly.
 
     Args:
-      asked: the splits that the program requests for the result.
-      operands: the splits of the product's operands.
+      asked: the shardings that the program requests for the result.
+      operands: the shardings of the product's operands.
       shape: the shape of the result, with padding.
       sizes: {axis: size} of the mesh.
     """
@@ -195,7 +194,7 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
 
 
 def _may_be_wrong(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if XLA may compute a product wrongly for some splits of its operands. Arguments as for `is_changed`."""
+    """Returns True if XLA computes a product wrongly for some shardings of its operands. For the arguments, see `is_changed`."""
     fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
     if _num_real_axes(sizes) > 3:
         return True
@@ -212,20 +211,20 @@ def _real(dims: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
 
 
 def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
-    """Returns True if XLA computes a product wrongly when its result is split as `asked`.
+    """Returns True if XLA computes a product wrongly when its result has the sharding `asked`.
 
-    An axis is summed if it splits a contracted dimension. It is suggested for a dimension of the result if it splits the
-    operand's dimension from which this dimension comes. On a mesh of four or more axes, the product is wrong if an axis
-    splits two dimensions of the operands. Otherwise it is correct if the result is split over fewer than three axes, or over
-    fewer than two if the split of a batch dimension changes; axes of batch dimensions whose split does not change are not
-    counted. In all other cases, it is wrong if:
+    "Summed" axes are those over which contracted dimensions are sharded. An axis is "suggested" for a dimension of the result
+    if this dimension is sharded over it in the operand. On a mesh of four or more axes, the product is wrong if an axis shards
+    two dimensions of the operands. Otherwise it is correct if the result is sharded over fewer than three axes, or over fewer
+    than two if the sharding of a batch dimension changes. (Axes of batch dimensions whose sharding does not change are not
+    counted.) In all other cases, the product is wrong if one of these is true:
 
-    - the operands' contracted dimensions are split over different axes (`Operands.is_crossed`), and a summed axis splits a
-      dimension for which it is not suggested;
-    - an axis suggested for dimension d splits another dimension, and one of these holds: d is split over a summed axis; the
-      result has more than two dimensions, and d is split over an axis suggested for another dimension, or another dimension
-      is split over a summed axis; the mesh has four or more axes. (But d may be split over several summed axes that split no
-      other dimension of the operands. Gradients of weights over ('replica', 'data') and 'mdl' are split like this.)
+    - The operands' contracted dimensions are sharded over different axes (`Operands.is_crossed`), and a dimension of the
+      result is sharded over a summed axis that is not suggested for it.
+    - An axis suggested for dimension d shards a different dimension, and (a) d is sharded over a summed axis, (b) the mesh has
+      four or more axes, or (c) the result has more than two dimensions, and either d is sharded over an axis suggested for a
+      different dimension, or a different dimension is sharded over a summed axis. (But d may be sharded over several summed
+      axes that shard no other dimension of the operands, as in gradients of weights over ('replica', 'data') and 'mdl'.)
     """
     over = [frozenset(dim or ()) for dim in asked]
     suggested = [frozenset(dim or ()) for dim in operands.suggested]
@@ -257,7 +256,7 @@ def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
 
 
 def _ask(jaxpr: Any, results: Sequence[Splits], found: dict[int, Splits]) -> list[Splits]:
-    """Returns the splits requested for a program's arguments, given those for its results; adds products to `found`."""
+    """Propagates requested shardings backward from a program's results to its arguments. Adds those of products to `found`."""
     asked: dict[Any, Splits] = collections.defaultdict(frozenset)
 
     def ask(variables: Sequence[Any], splits: Sequence[Splits]) -> None:
@@ -297,7 +296,7 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
 
 
 def _sources(eqn: Any) -> list[list[int]] | None:
-    """Returns, for each dimension of the operand, the result's dimensions that come from it; None for other operations."""
+    """Returns which dimensions of the result come from each dimension of the operand; None for an unsupported operation."""
     params = eqn.params
     x, out = eqn.invars[0].aval.shape if eqn.invars else (), eqn.outvars[0].aval.shape if eqn.outvars else ()
     match eqn.primitive.name:

@@ -4,15 +4,15 @@ Models see logical shapes, so a training step slices the padding off its variabl
 itself, e.g. 17 rows over 4 devices, and then computes some operations wrongly (`docs/partitioner_faults.md`). So the step is
 traced on logical shapes, and its operations are then evaluated one by one on padded arrays:
 
-- a slice by `slice_off` does nothing: the array stays padded, and its logical shape is recorded;
-- a sharding constraint on a dimension that its axes don't divide pads this dimension;
+- `slice_off` leaves the array padded, and only its logical shape is recorded;
+- a sharding constraint pads each dimension that its mesh axes don't divide;
 - each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and where it is masked;
-- an operation without a rule gets arrays without padding; dimensions that had padding are not split there;
+- an operation without a rule gets arrays without padding, whose dimensions that had padding are unsharded;
 - `put_back` fills the padding with zeros.
 
 In all sharding constraints, the mesh axes are put in an order for which XLA computes matrix products correctly
-(`constraints.computable`). XLA computes some operations wrongly even on evenly split arrays: windowed reductions, grouped
-convolutions, strided slices. The dimensions with windows, groups or strides are not split.
+(`constraints.computable`). XLA computes some operations wrongly even on evenly sharded arrays: windowed reductions, grouped
+convolutions, strided slices. Their dimensions with windows, groups or strides are left unsharded.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ def evenly(
     returns_variables: bool = False,
     others: Sequence[NamedSharding] = (),
 ) -> Callable[..., PyTree]:
-    """Returns a version of `fn` in which XLA sees only evenly split arrays (see the module). Call it under `jax.jit`.
+    """Returns a version of `fn` in which XLA sees only evenly sharded arrays (see the module). Call it under `jax.jit`.
 
     Args:
       fn: a function of pytrees of arrays; it is traced once.
       mesh: the mesh.
       report: called with two lists: the 'file:line' of each sharding constraint in user code; and a warning for each dimension
-        that these constraints split unevenly, and for each dimension that a constraint can't split. None reports nothing.
+        that these constraints shard unevenly, and for each dimension that a constraint can't shard. None reports nothing.
       specs: the PartitionSpecs of the variables, which are the first arrays among the arguments. The mesh axes of sharding
         constraints are ordered to suit these specs.
-      returns_variables: True if the results begin with the new values of the same variables.
-      others: the shardings of the other arrays. On host (CPU) devices they tell what is exchanged (see `exchange_order`).
+      returns_variables: True if the first results are the new values of the same variables.
+      others: the shardings of the other arguments. Used on host (CPU) devices only, to find the arrays that devices may
+        exchange (see `exchange_order`).
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
@@ -102,9 +103,9 @@ class EvenProgram:
     """An interpreter of jaxprs on arrays that may have padding (`Value`s).
 
     Attributes:
-      pins: makes `Value`s, and constrains dimensions to be unsplit.
+      pins: makes `Value`s, and constrains dimensions to be unsharded.
       pairs: the `axes_pairs` of the program's arrays, for `constraints.computable`.
-      asked: the splits that the program requests for its products, from `even_products.asked_splits`.
+      asked: the shardings that the program requests for the results of its products, from `even_products.asked_splits`.
     """
 
     pins: Pins
@@ -131,7 +132,7 @@ class EvenProgram:
         return any(self.changes(inner) for inner in jax.extend.core.jaxprs_in_params(params))
 
     def _must_change(self, sharding: Any, shape: Shape) -> bool:
-        """Returns True for a constraint whose axes don't divide a dimension, or are reordered by `computable`."""
+        """Returns True if a constraint's axes don't divide a dimension's size, or if `computable` reorders these axes."""
         if not isinstance(sharding, NamedSharding):
             return False
         order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
@@ -322,13 +323,13 @@ class EvenProgram:
         step: Callable[[list[Value], Sequence[Any]], list[Value]],
         others: Sequence[jax.ShapeDtypeStruct],
     ) -> list[Shape]:
-        """Returns physical shapes for a loop's carry that stay the same from iteration to iteration.
+        """Returns a physical shape for each array in a loop's carry, which the array can have in all iterations.
 
         Args:
           carry: the initial carry.
           operands: all operands of the loop.
-          step: (carry, slices) -> new carry.
-          others: the shapes of the slices that one iteration of a scan gets.
+          step: one iteration: (carry, slices of the scanned arrays) -> new carry.
+          others: shapes and dtypes of these slices; empty for a `while` loop.
         """
         held = [v.physical for v in carry]
         if all(v.is_held and not v.is_padded for v in operands):
@@ -367,7 +368,7 @@ def _on_host(eqn: Any) -> bool:
 
 
 def _mark_of(eqn: Any) -> str | None:
-    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, even their derivatives."""
+    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None otherwise (also for its derivative)."""
     name = eqn.params.get("name")
     if name not in (SLICE_OFF, PUT_BACK) or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return None
@@ -376,7 +377,7 @@ def _mark_of(eqn: Any) -> str | None:
 
 
 def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
-    """Returns True for an operation that XLA may compute wrongly even on evenly divided arrays."""
+    """Returns True for an operation that XLA may compute wrongly even on evenly sharded arrays."""
     if name == "conv_general_dilated":
         return True
     if name == "slice":

@@ -90,14 +90,14 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
-    """Returns `agreed_axes` of several values. For each dimension, values that are broadcast along it are ignored."""
+    """Returns the `agreed_axes` of several values. If a value is broadcast along a dimension, its axes there are ignored."""
     return agreed_axes(
         [tuple(None if v.shape[dim] == 1 != size else v.axes[dim] for dim, size in enumerate(shape)) for v in values]
     )
 
 
 def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for broadcasts. The result is deferred, because broadcast dimensions can have any padding."""
+    """Padding rule for broadcasts. The result is deferred (see `Value.is_held`): its new dimensions can have any padding."""
     (x,), dims = values, eqn.params["broadcast_dimensions"]
     shape = tuple(eqn.params["shape"])
     repeated = {dim for dim, size in zip(dims, x.shape, strict=True) if size != shape[dim]}
@@ -122,7 +122,7 @@ def iota(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for `random_bits`. The bits are deferred if added rows don't change them (partitionable Threefry)."""
+    """Padding rule for `random_bits`. With partitionable Threefry, the result is deferred (see `Value.is_held`)."""
     (key,), shape = values, tuple(eqn.params["shape"])
     grows = bool(shape) and not key.shape and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
     if not grows:
@@ -158,7 +158,7 @@ def squeeze(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for reshapes. Padding is kept if it is at the end of a merged or split dimension, and removed otherwise."""
+    """Padding rule for reshapes. Padding is kept if it is at the end of a merged or divided dimension, and removed otherwise."""
     (x,), new = values, tuple(eqn.params["new_sizes"])
     if eqn.params["dimensions"] is not None:
         order = eqn.params["dimensions"]
@@ -180,10 +180,10 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes:
-    """Returns the mesh axes that split each dimension after a reshape.
+    """Returns the mesh axes over which each dimension is sharded after a reshape.
 
-    The outermost of merged or divided dimensions gets the axes. If it has fewer elements than there are shards, the next
-    dimensions get the remaining axes. If some axes then remain, the axes of all these dimensions are unknown (None).
+    If dimensions are merged or divided, the outermost of the new dimensions gets their axes. If it has fewer elements than
+    there are shards, the next dimensions get the remaining axes. If axes then remain, the dimensions' axes are unknown (None).
     """
     found: list[tuple[str, ...] | None] = [()] * len(new)
     for old_dims, new_dims in dim_groups(x.shape, new):
@@ -204,9 +204,9 @@ def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes
 
 
 def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Returns the smallest groups of adjacent dimensions that have equally many elements in both shapes, as pairs.
+    """Returns the smallest groups of adjacent dimensions with equal products of sizes: (dimensions of `old`, those of `new`).
 
-    For (2, 6) and (2, 3, 2), the pairs are ([0], [0]) and ([1], [1, 2]).
+    For (2, 6) and (2, 3, 2), the groups are ([0], [0]) and ([1], [1, 2]).
     """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -246,7 +246,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def neutral(dtype: Any, fill: Any) -> Any:
-    """Returns a reduction's neutral element as a number: `LOWEST` and `HIGHEST` are the extreme values of `dtype`."""
+    """Returns a reduction's neutral element for `dtype`. `fill` is a number, `LOWEST` or `HIGHEST` (least or greatest value)."""
     if dtype == jnp.bool_:
         return fill in (HIGHEST, -1, 1)
     if fill not in (LOWEST, HIGHEST):
@@ -277,7 +277,7 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the padding rule for operations along one dimension, such as sorts: it loses its padding and is not split.
+    """Returns the padding rule for operations (such as sorts) along one dimension, which gets no padding and is unsharded.
 
     Args:
       param: the name of the equation's parameter that holds this dimension.
@@ -297,7 +297,7 @@ def along_one(param: str) -> Rule:
 
 
 def losing(param: str) -> Rule:
-    """Returns the padding rule for an operation that removes the padding of the dimensions in its parameter `param`."""
+    """Returns a padding rule that removes the padding of the dimensions that the equation's parameter `param` lists."""
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]
@@ -309,7 +309,7 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for `lax.pad`. Dimensions that it changes lose their padding, except as `_is_split_for` allows."""
+    """Padding rule for `lax.pad`. Dimensions that change lose their padding, unless the padded size also suits the new size."""
     x, fill = values
     config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]
@@ -323,7 +323,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for slices. Dimensions that are sliced lose their padding, except as `_is_split_for` allows."""
+    """Padding rule for slices. Dimensions that are sliced lose their padding, unless the padded size also suits the slice."""
     (x,) = values
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
@@ -339,7 +339,7 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _is_split_for(pins: Pins, x: Value, dim: int, size: int) -> bool:
-    """Returns True if `x` may keep its padding in dimension `dim`, because the padding is right for `size` elements too."""
+    """Returns True if dimension `dim` of `x` is padded to a size that is also right for `size` elements."""
     shards = pins.shards(x.axes[dim] or ())
     return x.is_held and shards > 1 and x.physical[dim] == -(-size // shards) * shards
 

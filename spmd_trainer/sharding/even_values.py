@@ -22,7 +22,7 @@ from spmd_trainer.sharding.specs import mesh_shape_of
 Shape: TypeAlias = tuple[int, ...]
 # Names of the functions that mark padding in a program.
 SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
-# The mesh axes that split each dimension: () if it is not split, None if the axes are unknown.
+# The mesh axes over which each dimension is sharded: () if it is unsharded, None if the axes are unknown.
 DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 
@@ -34,10 +34,10 @@ class Value:
       shape: logical shape.
       physical: shape in memory; for a deferred array, its smallest possible physical shape.
       make: takes a physical shape, and returns the array in this shape.
-      axes: the mesh axes that split each dimension, derived from the program's constraints; XLA may split the array
-        differently. Axes that split an earlier dimension are omitted.
-      is_held: True if the array has been computed. A deferred array is computed by `make` when its physical shape is known: a
-        mask of positions gets the padding of the array that it masks.
+      axes: the mesh axes over which each dimension is sharded, derived from the program's constraints; XLA may shard the array
+        differently. Axes of an earlier dimension are omitted.
+      is_held: True if the array has been computed. A deferred array is computed by `make` when the needed physical shape is
+        known. For example, a mask of positions is computed with the padding of the array that it masks.
       depth: the length of the chain of deferred operations that ends with this array.
     """
 
@@ -87,7 +87,7 @@ class Value:
 
 
 def once_each(dims: DimAxes) -> DimAxes:
-    """Returns the mesh axes of each dimension, without those that split an earlier dimension."""
+    """Returns the mesh axes of each dimension, without those of earlier dimensions."""
     taken: set[str] = set()
     found: list[tuple[str, ...] | None] = []
     for over in dims:
@@ -97,13 +97,13 @@ def once_each(dims: DimAxes) -> DimAxes:
 
 
 def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
-    """Returns `axes` with () for the dimensions `dims`, which are not split."""
+    """Returns `axes`, but with () for the dimensions `dims`, which are unsharded."""
     whole = set(dims)
     return tuple(() if dim in whole else over for dim, over in enumerate(axes))
 
 
 def agreed_axes(several: Sequence[DimAxes]) -> DimAxes:
-    """Returns, for each dimension of several arrays of equal rank, the mesh axes that all known ones agree on, else None."""
+    """Returns each dimension's mesh axes if they are the same in all arrays for which they are known; otherwise None."""
     known = [{over for over in dim if over is not None} for dim in zip(*several, strict=True)]
     return tuple(dim.pop() if len(dim) == 1 else None for dim in known)
 
@@ -118,7 +118,7 @@ def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Pins:
-    """Makes `Value`s, and constrains dimensions to be unsplit where their sizes change.
+    """Makes `Value`s, and constrains dimensions to be unsharded when their sizes change.
 
     Attributes:
       mesh: the mesh; None for no constraints (for tests on one device).
@@ -132,7 +132,7 @@ class Pins:
         Args:
           array: the array in its physical shape.
           shape: the array's logical shape; None if it has no padding.
-          axes: the mesh axes that split each dimension; None if unknown.
+          axes: the mesh axes over which each dimension is sharded; None if unknown.
         """
         held = tuple(np.shape(array))
         logical = held if shape is None else tuple(shape)
@@ -144,7 +144,7 @@ class Pins:
         return Value(logical, held, make, axes or (None,) * len(held))
 
     def whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
-        """Returns `x` with the dimensions `dims` constrained to be unsplit; the compiler may split other dimensions."""
+        """Returns `x` with the dimensions `dims` constrained to be unsharded; the compiler may shard other dimensions."""
         unsplit = set(dims)
         if self.mesh is None or not unsplit:
             return x
@@ -153,9 +153,9 @@ class Pins:
         return pinned
 
     def split(self, x: jax.Array, axes: DimAxes) -> jax.Array:
-        """Returns `x` split over `axes`; the compiler may split dimensions whose axes are None.
+        """Returns `x` sharded over `axes`; the compiler may shard dimensions whose axes are None.
 
-        A dimension whose size its axes don't divide is not split.
+        If a dimension's axes don't divide its size, the dimension is left unsharded.
         """
         if self.mesh is None:
             return x
@@ -167,7 +167,7 @@ class Pins:
         return found
 
     def shards(self, over: Iterable[str]) -> int:
-        """Returns the number of shards of a dimension that is split over these axes."""
+        """Returns the number of shards of a dimension that is sharded over the mesh axes `over`."""
         return 1 if self.mesh is None else math.prod(mesh_shape_of(self.mesh)[axis] for axis in over)
 
     def resizing(
@@ -180,17 +180,17 @@ class Pins:
     ) -> tuple[list[jax.Array], DimAxes]:
         """Runs an operation that changes the sizes of the dimensions `dims`.
 
-        These dimensions are constrained to be unsplit, unless the device count divides their sizes before and after.
+        These dimensions are constrained to be unsharded, unless the device count divides their sizes before and after.
 
         Args:
           arrays: the operands.
-          axes: the mesh axes that split the operands' dimensions.
+          axes: the mesh axes over which the operands' dimensions are sharded.
           dims: the dimensions whose sizes change.
           run: operands -> results of the operation.
-          always: keep the dimensions unsplit even if the device count divides all sizes.
+          always: True constrains the dimensions even if the device count divides all sizes.
 
         Returns:
-          The results, and the mesh axes that split the results' dimensions.
+          The results, and the mesh axes over which the results' dimensions are sharded.
         """
         devices = 1 if self.mesh is None else self.mesh.size
         changing = list(dims)
@@ -201,9 +201,9 @@ class Pins:
         return found, whole_in(axes, changing)
 
     def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
-        """Returns an array of logical shape `shape` in another physical shape; new padding holds zeros.
+        """Returns an array of logical shape `shape` in a different physical shape; new padding is filled with zeros.
 
-        Dimensions whose size changes are kept unsplit, because the old or new size may not be evenly divisible.
+        Dimensions whose size changes are constrained to be unsharded, because the old or new size may not be evenly divisible.
         """
         changing = [dim for dim, (old, new) in enumerate(zip(x.shape, physical, strict=True)) if old != new]
         x = self.whole(x, changing)
@@ -219,12 +219,12 @@ class Pins:
 def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
     """Returns the physical shape of an array after a sharding constraint.
 
-    Each size is the smallest divisible one, or the present size if it is divisible and at most 1/16 larger than the smallest.
+    Each size is the smallest multiple of the number of shards, or the old size if that is a multiple and at most 1/16 larger.
 
     Args:
       shape: logical shape.
       held: physical shape before the constraint.
-      axes: the mesh axes that split each dimension.
+      axes: the mesh axes over which each dimension is sharded.
       sizes: {axis: size} of the mesh.
     """
 

@@ -5,14 +5,14 @@ ready. If a loop and an exchange don't depend on each other, one device may wait
 forever (`docs/partitioner_faults.md`). Exchanges appear only when XLA partitions the program, after tracing. So every
 operation that XLA may partition is made to depend on the loop before it:
 
-- An operation that a loop needs comes before the first such loop, and after all earlier ones. All others come after the last
+- An operation whose result loops need comes just before the first of these loops. All other operations come after the last
   loop.
-- Each loop carries, besides its own values, a number called the token, which the next loop starts from. A `cond` whose
-  branches have loops counts as a loop.
+- Each loop carries, besides its own values, a number called the token. A loop starts with the token that the previous loop
+  returned. A `cond` whose branches have loops is treated as a loop.
 - An operation after a loop reads its inputs through a `select` on the loop's token. Exceptions are elementwise operations,
-  which need no exchange if their operands are split in the same way, and the arrays that a scan slices.
+  which need no exchange if their operands have the same sharding, and the arrays that a scan slices.
 
-`docs/limits.md` lists what stays unordered. Programs with side effects stay as they are, because their order matters too.
+`docs/limits.md` lists what stays unordered. Programs with side effects are not reordered, since their effects are ordered too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Atom: TypeAlias = core.Var | core.Literal
 def ordered(
     closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding] = (), num_variables: int = 0
 ) -> core.ClosedJaxpr:
-    """Orders a program's communication between devices around its loops. Returns a program without loops as it is.
+    """Orders a program's communication between devices around its loops. Returns a program without loops unchanged.
 
     Args:
       closed: the traced program, which several devices run.
@@ -91,7 +91,7 @@ class _Equations:
         self.constants: dict[core.Var, Any] = {}
 
     def add(self, closed: core.ClosedJaxpr, arguments: Sequence[_Atom], within: Any = None) -> list[_Atom]:
-        """Adds a program's equations, applied to `arguments`, with new variables. Returns the variables of its results.
+        """Adds a copy of a program's equations, with `arguments` as its arguments. Returns the new variables of its results.
 
         Calls that have loops, and calls of `jax.checkpoint`, are inlined. `within` is the name stack of the program's caller.
         """
@@ -123,7 +123,7 @@ class _Equations:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def call(self, fn: Callable[..., Any], *operands: _Atom) -> list[_Atom]:
-        """Traces a function of arrays, and adds its equations, applied to `operands`. Returns the variables of its results."""
+        """Traces a function of arrays, and adds the equations of `fn(*operands)`. Returns the variables of its results."""
         return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands)
 
     def _barrier(self, operands: Sequence[_Atom], prevent_cse: bool | Sequence[bool]) -> list[_Atom]:
@@ -135,13 +135,13 @@ class _Equations:
 
 
 class _InOrder:
-    """Adds a program's equations to `found`, each behind the loops that must come before it.
+    """Adds a program's equations to `found`, and makes each of them wait for the loops that must come before it.
 
     Args:
       found: the equations of the new program.
-      token: the token before the program's loops.
-      constants: the program's constants.
-      split: the shardings of the program's first arguments.
+      token: the token with which the program's first loop starts.
+      constants: {variable: value} of the program's constants.
+      split: {variable: sharding} of the program's first arguments.
       num_variables: how many of these arguments are variables.
     """
 
@@ -164,7 +164,7 @@ class _InOrder:
         self._new: dict[_Atom, _Atom] = {}  # {result of a loop in the old program: its variable in the new one}
 
     def result(self, atom: _Atom) -> _Atom:
-        """Returns the new program's variable (or literal) for one of the old program."""
+        """Returns the variable (or literal) of the new program that corresponds to `atom` of the old program."""
         return atom if isinstance(atom, core.Literal) else self._new.get(atom, atom)
 
     def add(self, eqn: core.JaxprEqn, loops: int) -> None:
@@ -202,7 +202,7 @@ class _InOrder:
         return isinstance(atom, core.Literal) or atom in self._whole
 
     def _read(self, atom: _Atom, loops: int, stack: Any) -> _Atom:
-        """Returns a variable of equal value. If devices may exchange the value, it is known only after `loops` loops."""
+        """Returns a variable with the value of `atom`. If devices may exchange it, the variable waits for `loops` loops."""
         if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
             return atom
         if (atom, loops) not in self._held:
@@ -224,7 +224,7 @@ def _hold(array: jax.Array, token: jax.Array, sharding: NamedSharding | None) ->
 def _is_loop(eqn: core.JaxprEqn) -> bool:
     """Returns True for a `scan`, for a `while`, and for a `cond` whose branches have loops.
 
-    Vmapped `while` loops and `lax.platform_dependent` don't count: JAX's public functions can't rebuild them with a token.
+    Returns False for a vmapped `while` and for `lax.platform_dependent`: JAX's public functions can't rebuild them with a token.
     """
     params = eqn.params
     match eqn.primitive.name:
@@ -244,7 +244,7 @@ def _has_loop(jaxpr: core.Jaxpr) -> bool:
 
 
 def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.JaxprEqn]]:
-    """Returns (number of loops before it, equation) for each equation, in the new order."""
+    """Returns (number of loops that come before the equation, equation) for all equations, in their new order."""
     loops = [index for index, eqn in enumerate(eqns) if _is_loop(eqn)]
     number = {index: position for position, index in enumerate(loops)}
     needed: dict[_Atom, int] = {}  # {variable: the first loop that needs it}
@@ -294,7 +294,7 @@ def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]
 def _scan_with_token(
     params: Mapping[str, Any], body: Callable[..., list[Any]], token: jax.Array, arrays: Sequence[Any]
 ) -> list[Any]:
-    """Runs a scan that carries a token. `params` are those of its equation; `body` takes and returns the token first."""
+    """Runs a scan that carries a token. `params` are its equation's parameters; `body` takes and returns the token first."""
     num_consts, num_carry = scan_sizes(params)
     consts, carry, slices = arrays[:num_consts], arrays[num_consts:][:num_carry], arrays[num_consts + num_carry :]
 

@@ -53,7 +53,7 @@ def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[j
 
 
 def known_after(never: jax.Array, array: jax.Array) -> jax.Array:
-    """Returns `array` unchanged, but makes XLA compute `never` first: a bool scalar that is False, which XLA can't infer."""
+    """Returns `array` unchanged, but makes XLA compute the bool scalar `never` first. It is False, but XLA can't infer this."""
     return lax.select(never, jnp.zeros_like(array), array)
 
 

@@ -2,9 +2,9 @@
 
 An array can move from 8 shards to 4 different shards without a full gather: pairs of devices first merge their shards, so each
 merged shard is on two devices. Then one of the two copies of each merged shard moves. The idea was published in pathwaysutils
-(`pathwaysutils/experimental/reshard.py`); `find_intermediate_sharding` and its errors are named as there. The intermediate
-sharding has the target's number of shards, whichever dimension the target splits. Devices that merge shards are neighbors along
-one mesh axis, so the merge is one gather among them. Other axes do not change.
+(`pathwaysutils/experimental/reshard.py`); `find_intermediate_sharding` and its errors have the same names there. The
+intermediate sharding has as many shards as the target, but along dimensions that the source shards. Devices that merge shards
+are neighbors along a mesh axis of the source, so the merge is one gather among them. Other axes do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoIntermediateShardingError(ValueError):
 
 
 class NoIntermediateShardingNeededError(NoIntermediateShardingError):
-    """Raised if source and target split the same dimension, so that the array can move directly."""
+    """Raised if source and target shard the same dimension, so that the array can move directly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Intermediate:
     Attributes:
       sharding: the form that is returned to callers, with the replica axes first.
       replica_axes: the names of the replica axes.
-      in_order: the same shards on the same devices, but in the device order of the source mesh, which a compiled program
-        from source to intermediate needs.
+      in_order: a sharding with the same shards on the same devices, but in the device order of the source mesh. Compiled
+        programs that move arrays from the source need this order.
     """
 
     sharding: NamedSharding
@@ -51,22 +51,22 @@ def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) ->
 
     Example, with meshes as [fsdp, tp]: from [8, 1] with P('fsdp', None) to [1, 4] with P(None, 'tp'), the result is the
     mesh (fsdp_intermediate_replica=2, fsdp_intermediate_split=4, tp=1) with P('fsdp_intermediate_split', None): 4 shards,
-    two copies of each. Either copy (`split_by_mesh_axis` over the replica axes) can then move to the target.
+    two copies of each. One copy (`split_by_mesh_axis` over the replica axes extracts it) can then move to the target.
 
     Published as `pathwaysutils.experimental.reshard.find_intermediate_sharding`.
 
     Args:
       in_sharding: the array's sharding: a NamedSharding on a mesh of devices.
-      out_sharding: the sharding to move to. P('x') and P('x', None) are the same.
+      out_sharding: the sharding to move to. P('x') and P('x', None) mean the same.
 
     Returns:
       The sharding and the names of its replica axes. The replica axes come first in its mesh. The other axes follow in the
-      source's order, and a device keeps its coordinate along each axis that is not split in two.
+      source's order, and a device keeps its coordinate along each axis that is not divided.
 
     Raises:
-      NoIntermediateShardingNeededError: source and target split the same dimension.
+      NoIntermediateShardingNeededError: source and target shard the same dimension.
       NoIntermediateShardingError: the source does not have several times as many shards as the target, or its axes cannot
-        be split accordingly, or one of the two is not a NamedSharding.
+        be divided accordingly, or one of the two is not a NamedSharding.
     """
     found = plan_intermediate(in_sharding, out_sharding)
     return found.sharding, list(found.replica_axes)
@@ -104,8 +104,8 @@ def _merged_axes(
 ) -> dict[str, int] | None:
     """Returns {mesh axis: how many neighbors along it merge their shards}; the product is `copies`. None if impossible.
 
-    Neighboring shards of a dimension are on neighbors along its last axis. Devices merge along an earlier axis only if all
-    devices along the last axis merge.
+    Neighbors along the last of a dimension's axes have neighboring shards. So devices merge along an earlier axis only if all
+    devices along the later axes merge.
     """
     merged: dict[str, int] = {}
     for axes in axes_of_dims:

@@ -22,7 +22,7 @@ _are_products_shown: contextvars.ContextVar[bool] = contextvars.ContextVar("prod
 
 @contextlib.contextmanager
 def products_shown(is_on: bool = True) -> Iterator[None]:
-    """Context manager: functions with custom derivatives are traced so that their products with variables are in the jaxpr.
+    """Context manager. If `is_on`, functions with custom derivatives show their matrix products with variables in the jaxpr.
 
     JAX's trace caches ignore this context: a function that the model jits itself keeps the form of its first trace.
     """
@@ -34,12 +34,12 @@ def products_shown(is_on: bool = True) -> Iterator[None]:
 
 
 def are_products_shown() -> bool:
-    """Returns True inside the context `products_shown`."""
+    """Returns True inside the context manager `products_shown`."""
     return _are_products_shown.get()
 
 
 def called(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
-    """Returns the inner jaxpr, and its constants, of an equation whose primitive is in `CALLS` or `REMAT`."""
+    """Returns (inner jaxpr, its constants) of a call, i.e. of an equation whose primitive is in `CALLS` or `REMAT`."""
     found: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
 

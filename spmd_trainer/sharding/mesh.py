@@ -55,9 +55,9 @@ def create_hybrid_mesh(
 ) -> Mesh:
     """Makes a mesh over several slices or hosts: `create_hybrid_mesh([1, 4], [2, 1], ['data', 'mdl'])` is 2 x 4.
 
-    Axis i has size `dcn[i] * ici[i]`. Along this axis, every `ici[i]` consecutive devices share a slice, so only the
-    axis' outer part crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices,
-    each process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
+    Axis i has size `dcn[i] * ici[i]`. Along this axis, each group of `ici[i]` consecutive devices is in one slice, so only
+    the axis' outer part crosses the slow network. Slices are distinguished by the devices' `slice_index`. If all devices
+    have the same one, each process is treated as a slice. A single process (host devices) is divided into slices of equal size.
 
     Args:
       ici: size of each axis within a slice. One size of `ici` or `dcn` may be -1 for all remaining devices.
@@ -95,7 +95,7 @@ def create_hybrid_mesh(
 
 
 def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str) -> dict[str, int]:
-    """Fits a mesh to another number of devices: `fit_mesh_shape({'data': 4, 'mdl': 2}, 12, grow='data')` is 6 x 2.
+    """Fits a mesh to a different number of devices: `fit_mesh_shape({'data': 4, 'mdl': 2}, 12, grow='data')` is 6 x 2.
 
     Every axis except `grow` keeps its size if possible, and otherwise gets the largest divisor of its size that fits. The last
     axis, which communicates most, is fitted first. `grow` gets the remaining devices: on 3 devices this mesh becomes 3 x 1.

@@ -29,13 +29,13 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
     Args:
       tree: jax.Arrays, all of them on one mesh (NamedShardings).
       axis: the mesh axis to split.
-      sections: the number of equal parts, or the increasing positions along `axis` to split at, without 0 and the axis' size.
-        None: parts of size 1.
+      sections: the number of equal parts, or the positions along `axis` at which to split: increasing, from 1 to the size of
+        the axis minus 1. None: parts of size 1.
 
     Returns:
       One tree like `tree` for each part of the mesh, in order, with the same axis names and specs. Along a dimension that
-      `axis` splits, each array holds the consecutive shards of its part (for P(('x', 'y')) and 'y', these are strided blocks
-      of the original). Other arrays keep their shape. The arrays share their buffers with `tree`: deleting or donating one
+      is sharded over `axis`, each array holds the consecutive shards of its part (for P(('x', 'y')) and 'y', these are strided
+      blocks of the original). Other arrays keep their shape. The arrays share their buffers with `tree`: deleting or donating one
       also deletes the other.
 
     Raises:
@@ -58,7 +58,7 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
 
 
 def relabel(x: jax.Array, sharding: NamedSharding, shape: Sequence[int] | None = None) -> jax.Array:
-    """Returns an array that shares the buffers of `x` but has another sharding. Nothing is copied.
+    """Returns an array that shares the buffers of `x` but has a different sharding. Nothing is copied.
 
     The caller guarantees that each device's buffer is the shard that the device has under `sharding`.
 

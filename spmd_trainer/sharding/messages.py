@@ -75,7 +75,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), r
     """Returns the rows as lines, with aligned columns.
 
     Args:
-      rows: lists of cell texts of equal length; a header is the first row.
+      rows: the texts of each row's cells; all rows have the same number of cells. A header is given as the first row.
       right: indices of the right-aligned columns.
       ruled: draw a line below the first row.
     """

@@ -1,9 +1,9 @@
 """Pads dimensions that are not divisible by their numbers of shards, and slices the padding off.
 
-JAX arrays on a mesh must be split evenly. If a variable can't be split evenly, it is stored with zeros after its logical
+JAX arrays on a mesh must be sharded evenly. If a variable can't be sharded evenly, it is stored with zeros after its logical
 region. The training step slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD
 also pads to the next multiple, but only inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663). This module pads
-a program's inputs and outputs, which JAX requires to be split evenly.
+a program's inputs and outputs, which JAX requires to be sharded evenly.
 
 Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards of
 dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).
@@ -52,7 +52,7 @@ def uneven_paddings(
 
 
 def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMesh) -> PyTree:
-    """Pads every leaf with zeros from its logical shape to the smallest shape that its spec splits evenly.
+    """Pads every leaf with zeros from its logical shape to the smallest shape that its spec shards evenly.
 
     Works on concrete arrays and inside jit; a NumPy leaf stays in host memory. A leaf that needs no padding is returned as the
     same object. Nodes without leaves (None, optax.MaskedNode) pass through.
@@ -92,14 +92,14 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
 def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
     """Slices the padding off every leaf: the inverse of `pad_uneven`. Arguments as for `pad_uneven`.
 
-    For arrays on a mesh, call it inside jit. Outside jit, JAX would replicate slices that can't be split evenly.
+    For arrays on a mesh, call it inside jit. Outside jit, JAX would replicate slices that can't be sharded evenly.
 
     Returns:
       A tree like `tree` with logical shapes; a leaf without padding is returned as the same object.
 
     Raises:
-      ValueError: a prefix tree does not fit the tree, or a leaf is smaller than its logical shape, has another rank, or is
-        larger in a dimension that its spec does not split.
+      ValueError: a prefix tree does not fit the tree, or a leaf is smaller than its logical shape, has a different rank, or
+        is larger in a dimension that its spec does not shard.
     """
 
     def unpad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:

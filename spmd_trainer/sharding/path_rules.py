@@ -60,8 +60,8 @@ def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
 
     Raises:
       ValueError: the strategy is not a list of (regex, tactic), a regex does not compile, or a tactic is unknown, names an
-        axis that the mesh does not have, replicates a leaf that is already split, uses an axis twice for one leaf, splits a
-        scalar, or returns a spec that does not fit.
+        axis that the mesh does not have, replicates a leaf that is already sharded, uses an axis twice for one leaf, shards
+        a scalar, or returns a spec that does not fit.
     """
     rules = [_Rule(number, entry) for number, entry in enumerate(_checked(strategy), start=1)]
 

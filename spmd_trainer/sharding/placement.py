@@ -1,4 +1,4 @@
-"""Puts arrays on a mesh shard by shard: no device ever receives a whole array that is to be split."""
+"""Puts arrays on a mesh shard by shard: no device ever receives a whole array that is to be sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FS_AXIS = "devices"
 
 
 def place_like_target(tree: PyTree, target: PyTree) -> PyTree:
-    """Returns `tree` with every leaf in the sharding of its counterpart in `target`.
+    """Returns `tree` with the shardings of `target`: each leaf gets the sharding of its counterpart there.
 
     Args:
       tree: NumPy or JAX arrays, or Python numbers. Dtypes stay, except that JAX narrows 64-bit types on devices unless they
@@ -61,7 +61,7 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
     """Puts a loaded state (parameters, optimizer, EMA) onto a mesh, by the rules of `path_rules`.
 
     Each device receives only its own shard of each leaf, sliced from the host's copy, so no device ever holds a whole array
-    that is to be split. The old state keeps its memory until the caller deletes it; if it consists of NumPy arrays, it
+    that is to be sharded. The old state keeps its memory until the caller deletes it; if it consists of NumPy arrays, it
     occupies no device memory.
 
     Args:
@@ -70,7 +70,7 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
       strategy: [(regex, tactic), ...], matched with `re.search`; see the module `path_rules`.
 
     Returns:
-      A tree like `state` of arrays on `mesh`. Leaves that a rule splits unevenly (`allow_uneven`) have their padded shape,
+      A tree like `state` of arrays on `mesh`. Leaves that a rule shards unevenly (`allow_uneven`) have their padded shape,
       with zeros in the padding.
 
     Raises:
@@ -86,7 +86,7 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
 
 
 def make_fsarray_from_local_slice(local_slice: npt.ArrayLike, global_devices: Sequence[jax.Device]) -> jax.Array:
-    """Builds a global array, split on dimension 0 over all devices, from the rows that each process has read.
+    """Builds a global array, sharded on dimension 0 over all devices, from the rows that each process has read.
 
     Every process calls this with the same number of rows per local device. The rows of a process go to its devices in their
     order in `global_devices`. If each process has consecutive devices, the global array concatenates the processes' slices.
@@ -96,7 +96,7 @@ def make_fsarray_from_local_slice(local_slice: npt.ArrayLike, global_devices: Se
       global_devices: the devices of all processes, in the same order on every process.
 
     Returns:
-      An array of shape (rows per device x number of devices, ...), split on dimension 0.
+      An array of shape (rows per device x number of devices, ...), sharded on dimension 0.
 
     Raises:
       ValueError: `local_slice` is a scalar, this process has no device, or its number of devices does not divide the rows.
@@ -128,13 +128,13 @@ def get_local_slice_from_fsarray(x: jax.Array) -> np.ndarray:
     """Returns this process's rows of an array: the inverse of `make_fsarray_from_local_slice`.
 
     Args:
-      x: an array split only on dimension 0, where every device holds different rows.
+      x: an array sharded only on dimension 0, where every device holds different rows.
 
     Returns:
       The rows on this process's devices, in the order of the devices in the array's mesh.
 
     Raises:
-      ValueError: the array is split on another dimension, or several devices hold the same rows.
+      ValueError: the array is sharded on a different dimension, or several devices hold the same rows.
     """
     shards = x.addressable_shards
     rows_of = x.sharding.devices_indices_map(x.shape)
@@ -174,7 +174,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
 
 
 def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """Like `_place`, for an array that is partly on other processes' devices: it can only move among its own devices."""
+    """Does the same as `_place` for an array on the devices of several processes, which can only move among these devices."""
     if leaf.sharding.device_set != sharding.device_set:
         raise ValueError(
             f"{path}: an array of shape {leaf.shape} on the devices of several processes can only move among its own "

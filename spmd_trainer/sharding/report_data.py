@@ -32,7 +32,7 @@ class ShardingTotals:
     Attributes:
       num_variables: number of variables.
       num_elements: elements of one whole copy of all variables, without padding.
-      num_split: number of variables that are split over devices.
+      num_split: number of variables that are sharded over devices.
       num_replicated: number of replicated variables.
       num_padded: number of variables with padding.
       logical_bytes: bytes of one whole copy, without padding.
@@ -67,7 +67,7 @@ class MeshData(TypedDict):
 
 
 class VariableData(TypedDict):
-    """A variable's entry in a sharding report. `spec` has each dimension's mesh axes; it is empty for a replicated variable."""
+    """A variable's entry in a sharding report. `spec` lists the mesh axes of each dimension; it is [] if replicated."""
 
     path: str
     kind: str
@@ -179,8 +179,8 @@ def report_data(
 def opening_variable(variables: Sequence[VariableData]) -> int | None:
     """Returns the index of the variable that the HTML report shows first; None without variables.
 
-    It is the largest split variable (by bytes of one copy), or the largest variable if none is split; on a tie, the first. A
-    variable whose spec has only axes of size 1 does not count as split.
+    It is the largest sharded variable (by bytes of one copy), or the largest variable if none is sharded; on a tie, the first.
+    A variable whose spec has only axes of size 1 is not treated as sharded.
     """
 
     def rank(index: int) -> tuple[bool, int]:
@@ -232,9 +232,10 @@ class InputLayout:
 
 
 class InputFieldData(TypedDict):
-    """A field of an input's batch in a sharding report. `arrives` and `in_step` are specs: each dimension's mesh axes.
+    """A field of an input's batch in a sharding report.
 
-    `shape_in_step` is the field's shape inside the training (or other) step, with the padding for the axes of `in_step`.
+    `arrives` and `in_step` list the mesh axes of each dimension: when the batch arrives on the devices, and inside the training
+    (or other) step. `shape_in_step` is the field's shape inside the step, with the padding for the axes of `in_step`.
     """
 
     path: str

@@ -45,7 +45,7 @@ def report_page(data: ReportData) -> str:
 def notebook(data: ReportData) -> str:
     """Returns the report as HTML for a notebook: header, totals, a table, and the full page in a collapsed section.
 
-    The table needs no script and takes its colors from the notebook. The page is in a sandboxed frame, loaded when opened.
+    The table needs no script and takes its colors from the notebook. The page is in a sandboxed frame, which loads lazily.
     """
     variables, title = data["variables"], data["about"].get("experiment")
     largest = heapq.nlargest(NOTEBOOK_ROWS, range(len(variables)), key=lambda i: (variables[i]["bytes_per_device"], -i))

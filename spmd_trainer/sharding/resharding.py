@@ -3,7 +3,7 @@
     state = reshard(state, new_shardings, donate=True)          # a run that loses half of its devices
     decode_vars = reshard(state.mdl_vars, decode_shardings)     # from the training to the decode layout, on the same devices
 
-No device ever holds a whole array that is split. At any time, a device holds its source shard, its target shard, and at
+No device ever holds a whole array that is sharded. At any time, a device holds its source shard, its target shard, and at
 most one shard in transit (`transfer`).
 """
 
@@ -39,10 +39,10 @@ def reshard(
 
     Args:
       x: any pytree of jax.Arrays (also PRNG keys), NumPy arrays and Python numbers. Shapes stay the same: first pad variables
-        that the target can't split evenly (`pad_uneven`).
+        that the target can't shard evenly (`pad_uneven`).
       sharding: a prefix tree of `x` of jax Shardings: an entry applies to all leaves below it.
-      donate: True deletes the buffers of `x`: those of each leaf when it has moved.
-      may_alias: False: no result shares buffers with `x`. None or True: a result may, if nothing needs to move.
+      donate: True deletes the buffers of `x`; those of a leaf are deleted as soon as the leaf has moved.
+      may_alias: False keeps results from sharing buffers with `x`. With None or True, leaves that need not move may share them.
       cache_resharding_plans: True keeps transfer plans and compiled programs, by shape, dtype, source and target, for the
         next call. Use it for repeated moves; the compiled programs stay in memory.
 
@@ -50,8 +50,8 @@ def reshard(
       A tree like `x` of jax.Arrays, committed to their shardings; dtypes stay.
 
     Raises:
-      ValueError: a prefix tree does not fit, an entry is not a Sharding on devices, a spec does not fit or evenly split its
-        leaf, a leaf is not an array or was deleted, or an array on several processes' devices has a target on other devices.
+      ValueError: a prefix tree does not fit, an entry is not a Sharding on devices, a spec does not fit its leaf or shard it
+        evenly, a leaf is not an array or was deleted, or an array on several processes' devices has a target on other devices.
     """
     paths_leaves = named_leaves(x)
     targets = broadcast_prefix("sharding", sharding, x, is_leaf=_is_sharding)
@@ -134,7 +134,7 @@ def _move_all(
 def _one_copy(x: jax.Array, found: Intermediate, donate: bool, plans: Plans) -> jax.Array:
     """Returns `x` after the move to the intermediate sharding, with one copy of each merged shard.
 
-    If `x` is on the devices of several processes, all copies are kept, because it can only move among the same devices.
+    All copies are kept if `x` is on the devices of several processes: such an array can't move to only a part of its devices.
     """
     [copy] = move_here([x], [found.in_order], [donate], False, plans)
     for axis in found.replica_axes if copy.is_fully_addressable else ():

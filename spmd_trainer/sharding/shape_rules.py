@@ -1,9 +1,9 @@
 """Sharding by shape alone, for arrays without a declared sharding, on a mesh with some of the axes fsdp, dp, sp and tp.
 
-The names and the order of the methods (tuples of mesh axes to split over) follow `MeshPartitionHelper` of EasyDeL's library
+The names and the order of the methods (tuples of mesh axes to shard over) follow `MeshPartitionHelper` of EasyDeL's library
 eformer. That class had faults. `jax.device_put` refused some of its specs, because it checked only that two axes together divide
 the product of two dimensions. Its `min_shard_size` had a different meaning in different methods, and it left axes unused. In this
-module, each axis splits a dimension that it divides, and `min_shard_size` limits the number of elements of one shard.
+module, each axis shards a dimension whose size it divides, and `min_shard_size` limits the number of elements of one shard.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from spmd_trainer.sharding.variables import named_leaves, named_shardings, plan_
 
 Method = tuple[str, ...]
 
-# In order of preference. A method with two axes splits one dimension over each of them, or splits nothing.
+# In order of preference. A method with two axes either shards one dimension over each axis, or shards nothing.
 METHODS: tuple[Method, ...] = (("fsdp", "sp"), ("dp",), ("sp",), ("tp",), ("fsdp",))
 
 
 class MeshPartitionHelper:
-    """Splits arrays over a mesh by their shapes.
+    """Shards arrays over a mesh by their shapes.
 
-    It uses the axes fsdp, dp, sp and tp if the mesh has them; a spec never names an axis of size 1. On a mesh (dp=2, fsdp=2,
-    tp=2), a (512, 256, 6) array gets `P('dp', 'tp', 'fsdp')`: the axes are taken in the order dp, sp, tp, fsdp (on meshes with
-    fsdp and sp, these two first), and each splits the first unsplit dimension that it divides.
+    It uses the axes fsdp, dp, sp and tp if the mesh has them; a spec never names an axis of size 1. Axes are taken in the order
+    dp, sp, tp, fsdp, but on meshes with both fsdp and sp, these two come first. Each shards the first unsharded dimension whose
+    size it divides: on a mesh (dp=2, fsdp=2, tp=2), a (512, 256, 6) array gets `P('dp', 'tp', 'fsdp')`.
     """
 
     def __init__(self, mesh: Mesh):
@@ -40,7 +40,7 @@ class MeshPartitionHelper:
         self._sizes = mesh_shape_of(mesh)
 
     def analyze_pytree(self, tree: PyTree) -> dict[tuple[int, ...], list[Method]]:
-        """Returns the methods (tuples of mesh axes to split over) that apply to each shape in `tree`, in order of preference.
+        """Returns the methods (tuples of mesh axes to shard over) that apply to each shape in `tree`, in order of preference.
 
         Returns:
           {shape: tuples of axis names}: ('fsdp', 'sp') for rank 2 and more, then ('dp',), ('sp',), ('tp',), ('fsdp',),
@@ -54,9 +54,9 @@ class MeshPartitionHelper:
     ) -> PartitionSpec:
         """Returns a spec that `jax.device_put` accepts for `shape`.
 
-        The methods, tuples of mesh axes, are applied in turn. A method splits, for each of its axes, the first unsplit
-        dimension that the axis divides, if a shard keeps at least `min_shard_size` elements. A method with several axes splits
-        one dimension over each of them, or splits nothing. Finally, every unused axis is tried alone.
+        The methods, tuples of mesh axes, are applied in turn. A method shards, over each of its axes, the first unsharded
+        dimension whose size the axis divides, if a shard keeps at least `min_shard_size` elements. A method with several axes
+        either shards one dimension over each axis, or shards nothing. Finally, every unused axis is tried alone.
 
         Args:
           shape: the array's shape.
@@ -64,7 +64,7 @@ class MeshPartitionHelper:
           min_shard_size: the minimum number of elements of a shard.
 
         Returns:
-          A spec with an entry per dimension, or `P()` if nothing is split.
+          A spec with an entry per dimension, or `P()` if nothing is sharded.
 
         Raises:
           ValueError: a method names an axis missing from the mesh.
@@ -83,7 +83,7 @@ class MeshPartitionHelper:
         return PartitionSpec(*taken) if any(taken) else PartitionSpec()
 
     def shard_array(self, x: ArrayLike, spec: PartitionSpec) -> jax.Array:
-        """Returns `x` on the mesh, split by `spec`.
+        """Returns `x` on the mesh, sharded by `spec`.
 
         Raises:
           ValueError: the spec does not fit the array or the mesh, or a dimension is not divisible by its number of shards.
@@ -133,7 +133,7 @@ class MeshPartitionHelper:
         return [m for m in METHODS if len(shape) >= len(m) and all(axis in self._sizes for axis in m)]
 
     def _take(self, shape: tuple[int, ...], taken: list[str | None], method: Method, min_shard_size: int) -> None:
-        """Assigns an unsplit dimension in `taken` to each axis of `method`, or leaves `taken` unchanged."""
+        """Assigns an unsharded dimension in `taken` to each axis of `method`, or leaves `taken` unchanged."""
         new = list(taken)
         for axis in method:
             size = self._sizes[axis]

@@ -1,4 +1,4 @@
-"""Functions of a PartitionSpec, a shape and a mesh: they give the axes, shards and padding of each dimension, and check specs.
+"""Finds the axes, shards and padding of each dimension, from a PartitionSpec, a shape and a mesh, and checks specs.
 
 JAX makes the same checks later, but its errors don't name the variable. So functions that get a spec from the
 user call `check_spec` first, whose error names the variable, the dimension and the axis.
@@ -32,7 +32,7 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 
 def axes_by_dim(spec: PartitionSpec | None, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes that split each of `rank` dimensions; () for dimensions beyond the spec's end."""
+    """Returns the mesh axes over which a spec shards each of `rank` dimensions; () for dimensions beyond the spec's end."""
     axes = tuple(entry_axes(entry) for entry in spec or ())
     return axes[:rank] + ((),) * (rank - len(axes))
 
@@ -43,7 +43,7 @@ def shard_counts(spec: PartitionSpec | None, rank: int, mesh_shape: Mapping[str,
 
 
 def full_rank_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
-    """Returns the canonical form of a spec: an entry for each dimension, or `P()` if nothing is split.
+    """Returns the canonical form of a spec: an entry for each dimension, or `P()` if nothing is sharded.
 
     `P('x')` and `P('x', None)` shard a matrix in the same way but are not equal. Their canonical forms are equal.
     """

@@ -1,7 +1,7 @@
 """Parses a split_dims_mapping, e.g. `(('replica', 'data'), None, 'mdl')`, into a PartitionSpec.
 
-A mapping has one item per dimension: an axis name, an axis index, a tuple of axes (split over their product), or None / -1
-(not split). Layers declare the splits of their variables in this form; the splits of inputs (`split_mapping`) have it too.
+A mapping has one item per dimension: an axis name, an axis index, a tuple of axes (sharded over their product), or None / -1
+(unsharded). Layers declare the shardings of their variables in this form. The module `split_mapping` uses it for inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes)
       A spec with as many entries as the mapping has items.
 
     Raises:
-      ValueError: the mapping has an unknown axis name, an index outside the mesh, an axis twice, or an item of another type; or
+      ValueError: the mapping has an unknown axis name, an index outside the mesh, an axis twice, or an item of a wrong type; or
         `mesh_axes` is invalid (`check_mesh_axes`).
     """
     check_mesh_axes(mesh_axes)

@@ -1,4 +1,4 @@
-"""Split mappings: which mesh axes split the inputs of each rank.
+"""Split mappings: the mesh axes over which to shard the inputs of each rank.
 
     inputs_split_mapping = dict(
         map_1d=(('replica', 'data'),),            # labels [batch]
@@ -7,8 +7,8 @@
         by_name={'audio/*': ('data', 'mdl')},     # overrides the rank's entry for one input, or for a glob of inputs
     )
 
-The value for a rank is a tuple with one item per dimension: an axis name, an axis index, a tuple of axes (split over their
-product), or None / -1 (not split). None instead of the tuple replicates the inputs of that rank. The keys of `by_name` are
+The value for a rank is a tuple with one item per dimension: an axis name, an axis index, a tuple of axes (sharded over
+their product), or None / -1 (unsharded). None instead of the tuple replicates the inputs of that rank. The keys of `by_name` are
 paths (`images/patches`) or fnmatch globs, not regular expressions. An exact path takes precedence over a glob, an earlier glob
 over a later one, and `by_name` over the rank.
 
@@ -54,7 +54,7 @@ def to_partition_spec(split_dims_mapping: SplitDimsMapping, mesh_axis_names: Mes
     `P(('replica', 'data'), 'mdl')`.
 
     Args:
-      split_dims_mapping: one item per dimension: an axis name, an axis index, a tuple of axes, or None / -1 (not split). None
+      split_dims_mapping: one item per dimension: an axis name, an axis index, a tuple of axes, or None / -1 (unsharded). None
         instead of the tuple: replicated.
       mesh_axis_names: the mesh's axes, in order.
 
@@ -62,13 +62,13 @@ def to_partition_spec(split_dims_mapping: SplitDimsMapping, mesh_axis_names: Mes
       A spec with as many entries as the mapping.
 
     Raises:
-      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, or an item of another type.
+      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, or an item of a wrong type.
     """
     return parse_split_dims("split_dims_mapping", split_dims_mapping, mesh_axis_names)
 
 
 def shard_on_batch_dim_partition_spec(mesh_axis_names: MeshAxes, x: Any) -> PartitionSpec:
-    """Returns the spec of a batch as it arrives from the host: dimension 0 split over every mesh axis.
+    """Returns the spec of a batch as it arrives from the host: dimension 0 is sharded over all mesh axes.
 
     Rank 3 on ('replica', 'data', 'mdl') is `P(('replica', 'data', 'mdl'), None, None)`.
 
@@ -129,7 +129,7 @@ def input_partition_spec(
       The spec, or None for fully replicated.
 
     Raises:
-      ValueError: the mapping has no entry for this input, or an entry of another rank.
+      ValueError: the mapping has no entry for this input, or an entry of a different rank.
     """
     shape = tuple(np.shape(x))
     by_name = (mapping_dict or {}).get(BY_NAME) or {}
@@ -161,7 +161,7 @@ def input_partition_specs(mapping_dict: SplitMapping | None, mesh_axis_names: Me
       A tree like `inputs`.
 
     Raises:
-      ValueError: as `input_partition_spec`; also for an argument of another type, e.g. two swapped arguments.
+      ValueError: as `input_partition_spec`; also if an argument has the wrong type, e.g. because two arguments were swapped.
     """
     check_mesh_axes(mesh_axis_names)
     _check_keys(mapping_dict, mesh_axis_names)
@@ -191,7 +191,7 @@ def reshard_input_based_on_rank_fn(
       `x` with its values unchanged.
 
     Raises:
-      ValueError: as `input_partition_spec`; also without a mesh, and for a dimension that its axes don't divide.
+      ValueError: as `input_partition_spec`; also if there is no mesh, or if a dimension's axes don't divide its size.
     """
     if mapping_dict is None:
         return x
@@ -222,7 +222,7 @@ def reshard_inputs(
       A tree like `inputs`.
 
     Raises:
-      ValueError: as `input_partition_specs`; also without a mesh, and for an uneven dimension (unless `allow_uneven`).
+      ValueError: as `input_partition_specs`; also if there is no mesh or, unless `allow_uneven`, if a dimension is uneven.
     """
     if mapping_dict is None:
         return inputs
@@ -357,7 +357,7 @@ def _name_key(by_name: Mapping[str, Any], path: str) -> str | None:
 
 
 def _batch_entry(mapping_dict: SplitMapping | None, mesh_axes: MeshAxes, rank: int) -> tuple[Any, ...]:
-    """Proposes an entry for a rank that the mapping lacks: splits the batch like other ranks, or over the whole mesh."""
+    """Proposes an entry for a rank without one. It shards the batch dimension as other ranks do, or over the whole mesh."""
     for key, entry in (mapping_dict or {}).items():
         if _RANK_KEY.fullmatch(str(key)) and entry:
             return (entry[0], *(None,) * (rank - 1))

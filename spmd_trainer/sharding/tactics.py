@@ -4,7 +4,7 @@ A tactic is any callable `(spec, mesh, path, leaf) -> spec`; `spec` has an entry
 of this module can also be written as text in experiments and on the command line: `replicate`, `fsdp(axis="data")`,
 `fsdp(axis="data, mdl", min_size_to_shard_mb=0)`, `shard_dim(-1, "mdl")`.
 
-The design (regular expressions over parameter names, small composable tactics that refuse to split twice) was published with
+The design (regular expressions over parameter names, small composable tactics that refuse to shard twice) was published with
 big_vision (https://github.com/google-research/big_vision). This module differs in two ways: if a tactic does not apply, the
 sharding report (not a log) gives the reason, and uneven dimensions can be padded.
 """
@@ -31,28 +31,28 @@ MEBIBYTE = 2**20
 
 
 def replicate() -> BuiltinTactic:
-    """Returns the tactic that replicates a leaf. It raises an error for a leaf that is already split."""
+    """Returns the tactic that replicates a leaf. It raises an error for a leaf that is already sharded."""
     return _Replicate()
 
 
 def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneven: bool = False) -> BuiltinTactic:
-    """Returns the tactic that splits the largest unsplit dimension that the axes divide; on a tie, the last one.
+    """Returns the tactic that shards the largest unsharded dimension whose size the axes divide; on a tie, the last one.
 
-    This is fully sharded data parallelism: parameters, gradients and optimizer state are split over the same axis as the batch
-    (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
+    This is fully sharded data parallelism: parameters, gradients and optimizer state are sharded over the same axis as the
+    batch (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
 
     Args:
       axis: a mesh axis, or several as a tuple or as 'data, mdl'.
       min_size_to_shard_mb: leaves of at most this many MiB are not changed.
-      allow_uneven: if the axes divide no dimension, split the dimension that needs the least padding relative to its size.
+      allow_uneven: if the axes divide no dimension, shard the dimension that needs the least padding relative to its size.
 
     Returns:
-      The tactic. It does not change scalars, small leaves, leaves that these axes already split, and leaves without an unsplit
-      dimension that the axes divide; the sharding report gives the reason.
+      The tactic. It does not change scalars, small leaves, leaves already sharded over these axes, and leaves without an
+      unsharded dimension that the axes divide; the sharding report gives the reason.
 
     Raises:
-      ValueError: the axis or the size is invalid. When the tactic is applied: an axis is missing from the mesh, or some but
-        not all of the axes already split the leaf.
+      ValueError: the axis or the size is invalid. When the tactic is applied: an axis is missing from the mesh, or the leaf
+        is already sharded over some but not all of the axes.
     """
     if isinstance(min_size_to_shard_mb, bool) or not isinstance(min_size_to_shard_mb, int | float):
         raise ValueError(f"fsdp: min_size_to_shard_mb={min_size_to_shard_mb!r} must be a number of MiB, e.g. 4.")
@@ -60,19 +60,19 @@ def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneve
 
 
 def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -> BuiltinTactic:
-    """Returns the tactic that splits one given dimension.
+    """Returns the tactic that shards one given dimension.
 
     Args:
       dim: the dimension; negative numbers count from the last.
       axis: a mesh axis, or several as a tuple or as 'data, mdl'.
-      allow_uneven: split with padding if the axes don't divide the dimension.
+      allow_uneven: shard with padding if the axes don't divide the dimension.
 
     Returns:
       The tactic. It does not change a leaf if the axes don't divide the dimension; the sharding report gives the reason.
 
     Raises:
       ValueError: the dimension or axis is invalid. When the tactic is applied: the leaf lacks the dimension (such as a
-        scalar), other axes already split the dimension, or an axis is missing from the mesh or splits another dimension.
+        scalar), it is already sharded over other axes, or an axis is missing from the mesh or used by a different dimension.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")
@@ -152,11 +152,11 @@ class _Leaf:
 
     @functools.cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
-        """The axes that already split each dimension."""
+        """The mesh axes over which each dimension is already sharded."""
         return axes_by_dim(self.spec, len(self.shape))
 
     def split(self, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the leaf's spec, with dimension `dim` split over `axes`."""
+        """Returns the leaf's spec, with dimension `dim` sharded over `axes`."""
         entries = [*self.axes[:dim], axes, *self.axes[dim + 1 :]]
         return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 

@@ -3,7 +3,7 @@
 - On Pathways (`pathwaysutils` installed, proxy platform in use), the Pathways transfer engine moves arrays.
 - Among the same devices in the same order, one compiled program moves the array, unless its temporaries are larger than one
   shard. (They are larger if the compiler gathers the array.)
-- If the array is on the devices of several processes, `jax.device_put` moves it, only among the same devices.
+- If the array is on the devices of several processes, `jax.device_put` moves it. It must stay on the same devices.
 - If the target's devices need exactly the shards of the source, each shard is copied from device to device.
 - Otherwise, each target shard is assembled in host memory from the source shards that overlap it, so devices hold only source
   and target shards. (`jax.device_put` would fetch the whole array.)
@@ -53,7 +53,7 @@ class Plans:
 
 
 def on_pathways() -> bool:
-    """Returns True if JAX uses the Pathways proxy and `pathwaysutils`, which moves arrays on it, is installed."""
+    """Returns True if JAX uses the Pathways proxy, and the package `pathwaysutils` is installed, which moves arrays there."""
     platforms = (jax.config.jax_platforms or "").split(",")  # type: ignore[attr-defined]
     return "proxy" in platforms and importlib.util.find_spec("pathwaysutils") is not None
 
@@ -69,10 +69,10 @@ def move(
 
     Args:
       arrays: jax.Arrays that are not deleted. An array on several processes' devices can only move among its devices.
-      shardings: one target sharding per array, which must split the array evenly.
+      shardings: one target sharding per array, which must shard the array evenly.
       donate: one bool per array: True deletes the array's buffers.
-      may_alias: False: no result shares a buffer with its source. None or True: a result may, if nothing needs to move.
-      plans: compiled programs to use and to extend.
+      may_alias: False keeps results from sharing buffers with their sources. None or True: arrays that need not move may share.
+      plans: the caches of compiled programs; new programs are added to them.
 
     Returns:
       The arrays with their new shardings.
@@ -133,7 +133,7 @@ def _put(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None)
 
 
 def _used_up(x: jax.Array, moved: jax.Array, donate: bool) -> jax.Array:
-    """Returns `moved`. With `donate`, deletes `x`: JAX keeps a donated array if the program did not use its buffers."""
+    """Returns `moved`. If `donate`, deletes `x`, because JAX keeps a donated array whose buffers the program did not reuse."""
     if donate and not x.is_deleted():
         x.delete()
     return moved
@@ -162,7 +162,7 @@ def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
 
 
 def _shards(x: jax.Array) -> dict[Bounds, list[jax.Array]]:
-    """Returns {bounds of a shard: all its copies} for the distinct shards on this process's devices."""
+    """Returns {bounds of a shard: list of its copies} for the distinct shards on this process's devices."""
     shards: dict[Bounds, list[jax.Array]] = {}
     for shard in x.addressable_shards:
         shards.setdefault(_bounds(shard.index, x.shape), []).append(shard.data)
@@ -181,7 +181,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 def _copy_shards(
     shards: dict[Bounds, list[jax.Array]], wanted: dict[jax.Device, Bounds], sharding: Sharding, copy: bool
 ) -> list[jax.Array]:
-    """Returns each device's shard: the copy on the device itself, or else one from the devices that hold it, used in turn."""
+    """Returns each device's target shard: its own copy if it has one, else copied from the devices that have one, in turn."""
     chosen = []
     for turn, (device, bounds) in enumerate(wanted.items()):
         holders = shards[bounds]
@@ -220,5 +220,5 @@ def _assemble(
 
 
 def _slices(part: Sequence[tuple[int, int]], within: Bounds) -> tuple[slice, ...]:
-    """Returns slices for the bounds `part`, relative to the start of the bounds `within`."""
+    """Returns the slices that cut the bounds `part` out of an array that covers the bounds `within`."""
     return tuple(slice(p[0] - w[0], p[1] - w[0]) for p, w in zip(part, within, strict=True))

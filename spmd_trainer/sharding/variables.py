@@ -32,13 +32,13 @@ from spmd_trainer.sharding.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-    """Shape, sharding and padding of one variable on a mesh. It is a pytree leaf: a state's specs form a tree like it.
+    """Shape, sharding and padding of one variable on a mesh. It is a pytree leaf, so a state's specs form a tree like the state.
 
     Attributes:
       path: the variable's keys joined by '/', e.g. `params/layers/0/kernel`.
       logical_shape: the shape the model declares.
       dtype: the element type; a NumPy dtype, or one of JAX's extended types (PRNG keys).
-      spec: one entry per dimension, or `P()` if nothing is split.
+      spec: one entry per dimension, or `P()` if nothing is sharded.
       paddings: the padding of each dimension, up to the next multiple of its number of shards.
       reason: the reason for the spec: `declared`, `rule 2 ('.*kernel', fsdp(axis='data'))`, `replicated: ...`.
       memory_kind: JAX's memory kind of the variable's arrays, such as 'pinned_host'; None for the devices' default memory.

@@ -1,9 +1,10 @@
 """Chooses the named activations that a step keeps for the backward pass, offloads to host memory, or recomputes.
 
-Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialised parts (`jax.checkpoint`, `nn.remat`,
+Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialized blocks (`jax.checkpoint`, `nn.remat`,
 praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
 'ffn2', and with latent attention also 'key_value_down'. `task.train.saved_activations` and `offloaded_activations` are lists
-of names that replace the `jax.checkpoint` policies of these parts, for any model. Activations in neither list are recomputed.
+of such names. If a list isn't empty, the `jax.checkpoint` policies of the blocks are replaced by one that saves and offloads
+the listed activations and recomputes all others. This works for any model.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Fn = TypeVar("Fn", bound=Callable[..., PyTree])
 
 
 def with_policy(task: SingleTask, fn: Fn) -> Fn:
-    """Returns `fn` with the task's lists of activations as `jax.checkpoint` policy in its rematerialised parts.
+    """Returns a version of `fn` whose rematerialized blocks save and offload the activations that the task lists.
 
     Args:
       task: the task; if `train.saved_activations` and `train.offloaded_activations` are both empty, `fn` is not changed.
       fn: a function of pytrees of arrays, to be differentiated afterwards.
 
     Raises (when the returned function is traced):
-      UserError: `fn` has no rematerialised part, or a listed name is the name of no activation in these parts.
+      UserError: `fn` has no rematerialized block, or a listed name isn't the name of any activation in these blocks.
     """
     saved, offloaded = list(task.train.saved_activations), list(task.train.offloaded_activations)
     if not saved and not offloaded:
@@ -58,7 +59,7 @@ def check_lists(saved: Any, offloaded: Any) -> None:
     """Checks the values of `task.train.saved_activations` and `task.train.offloaded_activations`.
 
     Raises:
-      ValueError: one of the two is not a list of names, or a name is in both lists.
+      ValueError: a value is not a list of strings, or a name is in both lists.
     """
     for field, names in {"saved_activations": saved, "offloaded_activations": offloaded}.items():
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -86,7 +87,7 @@ def _check_names(asked: list[str], known: set[str]) -> None:
 
 
 def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
-    """Yields the names of activations in a jaxpr's rematerialised parts. `inside`: True if the jaxpr is inside such a part."""
+    """Yields the names of activations in a jaxpr's rematerialized blocks. `inside`: True if the jaxpr is in such a block."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and inside:
             yield eqn.params["name"]
@@ -95,7 +96,7 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
 
 
 def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
-    """Returns the jaxpr with `policy` as the `jax.checkpoint` policy of its rematerialised parts."""
+    """Returns the jaxpr with `policy` as the `jax.checkpoint` policy of all its rematerialized blocks."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, jax.extend.core.ClosedJaxpr):

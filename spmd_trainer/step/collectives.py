@@ -2,18 +2,18 @@
 
 All devices of a mesh call these functions together. `axis_name` is one mesh axis or a tuple of mesh axes. The ideas come from
 Phillip Lippe's tutorials on training at scale (https://uvadlc-notebooks.readthedocs.io, 2024), after ZeRO (Rajbhandari et al.
-2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Example, if `loss`
-returns the mean over a device's rows:
+2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). In this example, `loss`
+returns the mean over a device's rows, and all lines but the first run under `jax.shard_map`:
 
-    variables = plan_shards(params, "data", mesh)             # outside: a VariableSpec for each parameter
-    shards = shard_params(params, variables)                  # each device keeps its shard
-    key = fold_rng_over_axis(key, "data")                     # another dropout mask on each device
+    variables = plan_shards(params, "data", mesh)             # a VariableSpec for each parameter
+    shards = shard_params(params, variables)                  # each device keeps its shards
+    key = fold_rng_over_axis(key, "data")                     # a different dropout mask on each device
     loss_of = lambda shards, rows: loss(gather_params(shards, variables), rows)
-    loss, grads = jax.value_and_grad(loss_of)(shards, rows)   # gradients of split parameters: split and averaged
+    loss, grads = jax.value_and_grad(loss_of)(shards, rows)   # sharded parameters get sharded, averaged gradients
     grads = sync_gradients(grads, variables, "data")          # averages the gradients of the other parameters
 
-A mean over devices counts each device equally. If the rows of some devices weigh more, reduce weighted sums and weights
-instead, and divide afterwards (`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
+A mean over devices counts each device equally. If the devices' rows have different total weights, reduce weighted sums and
+weights instead, and divide afterwards (`weighted_sum` and `weighted_mean` in `step/minibatches.py`).
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ def plan_shards(
     min_weight_size: int = MIN_WEIGHT_SIZE,
     first_dim: PyTree = 0,
 ) -> PyTree:
-    """Decides which dimension of each parameter is split over mesh axes.
+    """Decides which dimension of each parameter, if any, is sharded over mesh axes.
 
     Chooses the largest dimension whose size is a multiple of the number of shards, i.e. of the product of the axis sizes. If
-    there is none, chooses the dimension with the least padding relative to its size.
+    there is none, chooses the dimension that needs the least padding relative to its size.
 
     Args:
       params: any pytree of arrays or ShapeDtypeStructs, of logical (unpadded) shapes.
-      axis_name: the mesh axes to split over.
+      axis_name: the mesh axes to shard over.
       mesh: a Mesh or an AbstractMesh.
       min_weight_size: parameters with fewer elements are replicated.
-      first_dim: a prefix tree of `params`: the first dimension that may be split; the dimensions before it stack layers.
+      first_dim: the first dimension that may be sharded (earlier ones stack layers), or a prefix tree of `params` with them.
 
     Returns:
       A VariableSpec for each parameter.
 
     Raises:
-      ValueError: `axis_name` has no axis, an axis twice or one that the mesh lacks, or a leaf has no shape or dtype.
+      ValueError: `axis_name` is empty, repeats an axis or names one that the mesh lacks; or a leaf has no shape or dtype.
     """
     sizes, axes = mesh_shape_of(mesh), entry_axes(axis_name)
     unknown = [axis for axis in axes if axis not in sizes]
@@ -117,7 +117,7 @@ def shard_params(params: PyTree, variables: PyTree) -> PyTree:
       variables: the parameters' VariableSpecs, in the structure of `params`.
 
     Returns:
-      A tree like `params`. Shards have `VariableSpec.shard_shape`; padding holds zeros.
+      A tree like `params`. The shards have the shapes `VariableSpec.shard_shape`, and zeros as padding.
     """
 
     def shard(param: jax.Array, variable: VariableSpec) -> jax.Array:
@@ -132,10 +132,10 @@ def shard_params(params: PyTree, variables: PyTree) -> PyTree:
 
 
 def gather_params(shards: PyTree, variables: PyTree) -> PyTree:
-    """Returns whole parameters from the devices' shards, by one all-gather for each split parameter.
+    """Returns whole parameters from the devices' shards, by one all-gather for each sharded parameter.
 
-    The backward pass averages a split parameter's gradient over the devices and splits it like the parameter, by one
-    reduce-scatter. Gradients of parameters that are not split pass unchanged; average them with `sync_gradients`. Gathered
+    The backward pass averages a sharded parameter's gradient over the devices and shards it like the parameter, by one
+    reduce-scatter. Gradients of replicated parameters pass unchanged; average them with `sync_gradients`. Gathered
     parameters have the checkpoint name `GATHERED`, by which a `jax.checkpoint` policy can choose not to keep them.
 
     Args:
@@ -160,8 +160,8 @@ def gather_array(shard: jax.Array, axes: tuple[str, ...], dim: int, size: int) -
 
     Args:
       shard: this device's shard.
-      axes: the mesh axes that `dim` is split over.
-      dim: the split dimension.
+      axes: the mesh axes that `dim` is sharded over.
+      dim: the sharded dimension.
       size: the logical size of `dim`; padding beyond it is sliced off.
 
     Returns:
@@ -195,14 +195,14 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def sync_gradients(grads: PyTree, variables: PyTree, axis_name: Axes) -> PyTree:
     """Averages each gradient over the mesh axes on which its parameter is replicated.
 
-    The backward pass of `gather_params` has already averaged over the axes that a parameter is split over. All gradients that
-    are averaged over the same axes share one all-reduce. `grads` may also hold other values to average, such as sums and
-    weights of metrics.
+    The backward pass of `gather_params` has already averaged over the axes that a parameter is sharded over. All gradients
+    that are averaged over the same axes share one all-reduce. `grads` may also contain other values to average, such as the
+    sums and weights of metrics.
 
     Args:
       grads: gradients, any pytree of arrays.
       variables: a prefix tree of `grads` with the parameters' VariableSpecs or PartitionSpecs; None for replicated parameters.
-      axis_name: all mesh axes that the batch is split over.
+      axis_name: all mesh axes that the batch is sharded over.
 
     Returns:
       A tree like `grads`.

@@ -83,18 +83,18 @@ def compile_step(
 ) -> CompiledStep:
     """Wraps a pure step for the mesh and jits it.
 
-    The jitted step takes inputs split on the batch dimension over the whole mesh. It removes the rows that `Layout.put` added,
-    reshards the inputs by `inputs_split_mapping`, slices the padding off the state, runs the pure step on logical (unpadded)
-    shapes, and pads the new state. The new state has the shardings of the old one, whose buffers are donated. All other outputs
-    are replicated.
+    The jitted step takes inputs whose batch dimension is sharded over the whole mesh. It removes the rows that `Layout.put`
+    added, reshards the inputs by `inputs_split_mapping`, slices the padding off the state, runs the pure step on logical
+    (unpadded) shapes, and pads the new state. The new state has the shardings of the old one, whose buffers are donated. All
+    other outputs are replicated.
 
     Args:
       layout: the layout of the state that the step takes.
       step_fn: the pure step.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch, before any padding.
       is_eval: True for steps that return no state.
-      own_pass: (padded variables, padded inputs) -> the partitioner's `step_fns.GradFn` or `EvalFn`, which `step_fn` gets as its
-        last argument. None: `step_fn` uses its default pass.
+      own_pass: (padded variables, padded inputs) -> a `step_fns.GradFn` or `EvalFn`. If given, `step_fn` gets this GradFn or
+        EvalFn as its last argument, and calls it instead of its default forward (and backward) pass.
     """
 
     def step(state: TrainState, prng_key: jax.Array, inputs: NestedJTensor) -> tuple[TrainState | None, Any]:
@@ -125,7 +125,7 @@ def compile_step(
 
 
 def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
-    """Logs `places`, the 'file:line' of the model's own sharding constraints, and `padded`, warnings of padding for them."""
+    """Logs the warnings `padded`. Recommends --mode=verify if the model has its own sharding constraints, at `places`."""
     for note in padded:
         logging.warning("%s", note)
     if places:
@@ -138,7 +138,7 @@ def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
 def _options_without_gpus(mesh: Mesh) -> dict[str, Any] | None:
     """Returns compiler options that turn off Triton's matrix products if a mesh has GPUs and this process has none; else None.
 
-    The compiler measures the tile sizes of these products on a GPU. Without a GPU, it finds none for small shapes.
+    The compiler chooses the tile sizes of these products by measuring on a GPU. Without a GPU, small shapes get no tile size.
     """
     platform = mesh.devices.flat[0].platform
     is_here = platform in ("cpu", "tpu") or jax.default_backend() == "gpu"

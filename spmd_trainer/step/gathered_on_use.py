@@ -1,4 +1,4 @@
-"""Gathers split parameters where a Flax module or praxis layer reads them, without changes to the model."""
+"""Gathers sharded parameters where a Flax module or praxis layer reads them, without changes to the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
 
     @classmethod
     def box(cls, shard: jax.Array, variable: VariableSpec) -> jax.Array | GatheredOnUse:
-        """Returns `shard`, a device's shard of `variable`, in a box; returns `shard` itself if the variable is not split."""
+        """Returns `shard`, a device's shard of `variable`, in a box; returns `shard` itself if the variable is replicated."""
         for dim, axes in enumerate(axes_by_dim(variable.spec, len(variable.logical_shape))):
             if axes:
                 return cls(shard, axes, dim, variable.logical_shape[dim])
@@ -48,23 +48,23 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return collectives.gather_array(self._shard, *self._gather_args)
 
     def unbox(self) -> jax.Array:
-        """The gathered parameter."""
+        """Returns the gathered parameter."""
         return self.value
 
     def replace_boxed(self, val: Any) -> Any:
-        """Returns the new value `val` as it is, without a box, because it is not split."""
+        """Returns the new value `val` as it is, without a box, because it is not sharded."""
         return val
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box with the gathered dimension renumbered for a new dimension at `index`."""
+        """Returns a box in which the number of the sharded dimension accounts for a new dimension at `index`."""
         axes, dim, size = self._gather_args
         return GatheredOnUse(self._shard, axes, dim + (index <= dim), size)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box with the gathered dimension renumbered for the removal of dimension `index`.
+        """Returns a box in which the number of the sharded dimension accounts for the removal of dimension `index`.
 
         Raises:
-          UserError: the parameter is split on dimension `index`, so a loop over it lacks the slices on other devices.
+          UserError: the parameter is sharded on dimension `index`, so a loop over this dimension needs other devices' slices.
         """
         axes, dim, size = self._gather_args
         if index % self._shard.ndim == dim:
@@ -75,7 +75,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return GatheredOnUse(self._shard, axes, dim - (index < dim), size)
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], GatherArgs]:
-        """Returns the shard as the only leaf, and the other arguments of `collectives.gather_array` as auxiliary data."""
+        """Returns the shard as the only leaf, and (axes, dim, size) as auxiliary data."""
         return (self._shard,), self._gather_args
 
     @classmethod
@@ -97,9 +97,9 @@ _NOT_KEPT = frozenset(
 
 
 def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` changed so that the backward pass gathers parameters again instead of keeping gathered parameters.
+    """Returns a version of `fn` whose backward pass gathers parameters again, instead of keeping the gathered parameters.
 
-    A function that contains `jax.checkpoint` is not changed: an outer `jax.checkpoint` would overrule the policies inside.
+    A function that contains `jax.checkpoint` is not changed, because an outer `jax.checkpoint` would overrule the inner policy.
     """
 
     @functools.wraps(fn)

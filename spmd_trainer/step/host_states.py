@@ -1,8 +1,8 @@
-"""Optimizer states in pinned host memory, which a train step copies to the devices part by part, and back.
+"""Keeps optimizer states in pinned host memory. A train step copies them to the devices in parts, and copies the new states back.
 
-First the step updates repeated (stacked) variables in a loop, one layer at a time, then all other variables together. The loop
+First the step updates repeated (stacked) variables in a loop, one layer at a time. Then it updates all others together. The loop
 enforces this order: the compiler's scheduler starts copies as early as it can, and without a loop it would start all of them
-before the first update. So at any time a device holds the states of one layer, or of all variables outside repeated layers.
+before the first update. So a device never holds more states than those of one layer, or of all variables outside repeated layers.
 
 The optimizer gets the same arrays as if its states stayed on the devices, so the results are the same.
 """
@@ -118,7 +118,7 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
       lowered, compiled: the lowered and the compiled train step, (state, key, inputs) -> (new state, outputs).
 
     Raises:
-      UserError: the compiler left an array of the state, or the activations, on the devices; the message names it and the device.
+      UserError: an array of the state isn't in host memory, or no activation is moved there; the message names the setting.
     """
     offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded and not any(variable.memory_kind for variable in layout.records()):
@@ -151,11 +151,11 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """Runs the optimizer on states in the form in which they are stored between steps (`opt_state_dtypes.stored`).
+    """Runs the optimizer on states that are kept in their stored form between steps (see `opt_state_dtypes.stored`).
 
     Attributes:
       learner: the learner.
-      dtypes: {path: dtype} of the arrays that are stored in fewer bits, `opt_state_dtypes.kept_dtypes` of the whole state.
+      dtypes: {path: dtype} of the state arrays that are stored in fewer bits than float32, from `opt_state_dtypes.kept_dtypes`.
       valid: bool scalar; False skips the step: updates are zero and the state does not change.
     """
 
@@ -166,7 +166,7 @@ class _Kept:
     def update(
         self, tx: Any, grads: PyTree, states: PyTree, mdl_vars: PyTree, row: opt_state_dtypes.Row | None = None
     ) -> tuple[PyTree, PyTree]:
-        """Returns the updates and the new stored states. `states` are on devices: all, or those of the layer `row`."""
+        """Returns the updates and the new stored states. `states` are on the devices; with `row`, they belong to one layer."""
         loaded = opt_state_dtypes.loaded(self.dtypes, states, row)
         updates, new = tx.update(grads, loaded, mdl_vars)
         updates, new = self.learner.if_valid(self.valid, updates, new, loaded)
@@ -176,7 +176,7 @@ class _Kept:
 def update(
     learner: Learner, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """Runs the optimizer on a stored state (`opt_state_dtypes.stored`), layer by layer where states are in host memory.
+    """Runs the optimizer on a stored state (`opt_state_dtypes.stored`); states in host memory are updated layer by layer.
 
     Args:
       learner: the learner.
@@ -214,10 +214,8 @@ def update(
 
 
 def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
-    """Returns the groups of repeated layers with state in host memory, which are updated one layer at a time.
-
-    The result is {the group's key in `states`: tree of bools, True for variables outside the group}.
-    """
+    """Returns the groups of repeated layers that have states in host memory, as {key in `states`: mask}. The mask is a tree of
+    bools, True for variables outside the group."""
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
     if not any(map(is_host_part, jax.tree.leaves(states, is_leaf=is_host_part))):
@@ -238,7 +236,7 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
 
 
 def _without(tree: PyTree, others: PyTree) -> PyTree:
-    """Returns a tree with `optax.MaskedNode` for the leaves where `others` is True, as praxis does for repeated layers."""
+    """Returns a tree with an `optax.MaskedNode` in place of each leaf where `others` is True."""
     return jax.tree.map(lambda other, x: optax.MaskedNode() if other else x, others, tree)
 
 
@@ -248,7 +246,7 @@ def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
 
 
 def _in_a_loop(stacking: tuple[Any, ...]) -> bool:
-    """Returns True for variables that are stacked along just one dimension, if this dimension is not split over mesh axes."""
+    """Returns True if variables with this `_stacking` have exactly one stack dimension, and it is not sharded."""
     prefix, mapping, _ = stacking
     return len(prefix) == 1 and all(entry in (None, -1) for entry in mapping)
 
@@ -261,7 +259,7 @@ def _whole(kept: _Kept, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree
 
 
 def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
-    """Returns `states` with the values `new` (at index `row` of dimension 0, if given); host arrays stay in host memory."""
+    """Returns `states` updated with `new`, only at index `row` of dimension 0 if given. Host arrays stay in host memory."""
 
     def back(old: Any, value: jax.Array) -> Any:
         if is_host_part(old):
@@ -274,9 +272,9 @@ def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
 def _by_row(
     kept: _Kept, key: str, states: PyTree, grads: PyTree, mdl_vars: PyTree, hparams: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs the optimizer on repeated variables in a loop, one layer at a time. Returns the updates and the new states.
+    """Runs the optimizer on repeated variables in a loop, one layer (row) at a time. Returns the updates and the new states.
 
-    The results are equal to those of praxis' vectorised optimizer. `key`: the group's key, see `_repeated`.
+    The results are equal to those of praxis' vectorized optimizer. `key` is the group's key from `_repeated`.
     """
     tx = kept.learner.raw_grad_tx(hparams)
     count = jax.tree.leaves(grads)[0].shape[0]

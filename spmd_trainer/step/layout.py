@@ -99,7 +99,7 @@ def is_host_part(x: Any) -> bool:
 
 
 def _row(variable: VariableSpec) -> VariableSpec:
-    """Returns the VariableSpec of a slice at one index of dimension 0; dimension 0 must not be split."""
+    """Returns the VariableSpec of a slice at one index of dimension 0; dimension 0 must not be sharded."""
     return dataclasses.replace(
         variable,
         logical_shape=variable.logical_shape[1:],
@@ -116,7 +116,7 @@ class Layout(LogicalLayout):
       mesh: the device mesh.
       variables: a TrainState whose leaves are VariableSpecs.
       init_variables: PRNG key -> initial variables; see `state_layout.variables_initialiser`.
-      row_padding: fills the rows that `put` adds to a batch: 'constant' with zeros, 'wrap' with the first rows again.
+      row_padding: the content of the rows that `put` adds to a batch: zeros ('constant'), or the first rows again ('wrap').
     """
 
     mesh: Mesh
@@ -184,7 +184,7 @@ class Layout(LogicalLayout):
           specs: PartitionSpecs, in the structure of `state`.
 
         Raises:
-          ValueError: an array has another shape or another spec than in the layout; the message names the first such array.
+          ValueError: an array's shape or PartitionSpec differs from the layout; the message names the first such array.
         """
 
         def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
@@ -200,7 +200,7 @@ class Layout(LogicalLayout):
     def num_params(self, *, per_token: bool = False) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes.
 
-        With `per_token`, counts the elements used for one token: of experts, the fraction k / E if a token uses k of E experts.
+        With `per_token`, counts only elements used for one token: if a token uses k of E experts, k / E of the experts' elements.
         """
         return self._num_elements(frozen=False, per_token=per_token)
 
@@ -228,7 +228,7 @@ class Layout(LogicalLayout):
         return jax.tree.map(padded, inputs_shape_dtype)
 
     def inputs_partition_spec(self, inputs: PyTree) -> NestedPartitionSpec:
-        """Returns the PartitionSpecs of a step's inputs: dimension 0 is split over all mesh axes.
+        """Returns the PartitionSpecs of a step's inputs: dimension 0 is sharded over all mesh axes.
 
         Args:
           inputs: arrays or ShapeDtypeStructs.

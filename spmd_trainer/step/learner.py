@@ -1,6 +1,6 @@
-"""Learners turn gradients into new variables: they clip, skip invalid steps, run the optimizer and keep moving averages.
+"""Learners turn gradients into new variables: they clip gradients, skip invalid steps, run an optimizer and keep moving averages.
 
-Names and behaviour are Pax's. A learner works on trees in which variables that are not trained are masked out
+Names and behavior are those of Pax. A learner works on trees in which variables that are not trained are masked out
 (`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a train step:
 
     learner.plot_learning_rate(step)
@@ -26,13 +26,13 @@ from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_path
 
 
 class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # untyped
-    """Turns gradients of one loss into updates of the variables.
+    """Turns the gradients of one loss into updates of the variables.
 
     Attributes:
       optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
-      loss_name: name of the loss among the model's outputs. None: 'loss', for the models of `spmd_trainer.models`.
-      stochastic_gradient: a Pax field for differentially private gradients, which are not supported; must be None.
-      skip_zero_gradients: a Pax field that is not supported; must be None.
+      loss_name: name of the loss among the model's outputs. None stands for 'loss', its name in `spmd_trainer.models`.
+      stochastic_gradient: must be None. In Pax, this field is for differentially private gradients, which are not supported.
+      skip_zero_gradients: must be None. This field of Pax is not supported.
       grad_norm_summary: write summaries of the global gradient norm, before and after clipping, and of the norm of the updates.
       grad_norm_individual_vars: write a summary of each variable's gradient norm.
       var_norm_summary: write a summary of the norm over all variables.
@@ -41,21 +41,22 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       vectorize_on_repeat_prefix: treat the layers of a repeated (stacked) variable as separate variables.
       force_repeat_prefix_structure: give optimizer states the stacked structure even if no layer is repeated.
       skip_step_gradient_norm_value: skip a step whose gradient norm reaches this value; 0 for no limit.
-      enable_skip_step_on_gradient_anomalies: skip invalid steps: they change neither variables nor optimizer state.
-      bprop_variable_exclusion: regexes; variables whose whole path matches one (`re.fullmatch`) are not trained. A list index in
-        a path may be spelled 'params/lm/x_layers/0/w' or, as in Pax, 'params/lm/x_layers[0]/w'; see `masks.match_paths`.
-      bprop_variable_inclusion: regexes, matched in the same way; only variables that match one are trained. Set only one of
-        `bprop_variable_exclusion` and `bprop_variable_inclusion`.
-      repeat_prefix_sep: text between the dimensions in the keys of stacked optimizer states.
-      keep_optimizer_state_for_excluded_vars: keep optimizer states for variables that are not trained, too.
-      scale_update_by_var_norm: multiply the update of each variable of rank 2 or more by the scale of its initialiser.
+      enable_skip_step_on_gradient_anomalies: skip invalid steps, which then change neither variables nor optimizer state.
+      bprop_variable_exclusion: regexes. Variables whose whole path matches one of them (`re.fullmatch`) are not trained. Paths
+        are written like 'params/lm/x_layers/0/w' or, as in Pax, 'params/lm/x_layers[0]/w'; see `masks.match_paths`.
+      bprop_variable_inclusion: regexes, matched in the same way. If given, only variables that match one of them are trained.
+        Set only one of `bprop_variable_exclusion` and `bprop_variable_inclusion`.
+      repeat_prefix_sep: separator of the dimensions in the keys of stacked optimizer states.
+      keep_optimizer_state_for_excluded_vars: also keep optimizer states for variables that are not trained.
+      scale_update_by_var_norm: multiply the update of each variable of rank 2 or more by the scale of its initializer.
       opt_state_dtype: dtype in which float32 arrays of the optimizer state, such as moments, are stored between steps: 'float32',
-        'bfloat16' or '8bit', see `opt_state_dtypes`. Arrays of fewer than 4,096 elements stay float32. Moving averages
-        (`ema_decay`) and copies of variables always stay float32, even if a rule matches. A resumed run may change this field.
-      opt_state_dtype_rules: (regex, dtype) pairs. The first pair whose regex is found in the path of an array of the state, such
-        as 'no_prefix/v/params/lm/softmax/w', overrides `opt_state_dtype`, for arrays of any size.
-      opt_state_memory_kind: memory of the optimizer state between steps: 'device', or 'pinned_host' for host memory, from which
-        a step copies it layer by layer, see `host_states`. Small arrays and moving averages stay on the device.
+        'bfloat16' or '8bit' (see `opt_state_dtypes`). Arrays with fewer than 4,096 elements stay float32. So do moving averages
+        (`ema_decay`) and copies of variables, even if one of the rules matches. A resumed run may change this field.
+      opt_state_dtype_rules: (regex, dtype) pairs that override `opt_state_dtype` for arrays of any size. The first pair applies
+        whose regex is found in an array's path, such as 'no_prefix/v/params/lm/softmax/w'.
+      opt_state_memory_kind: where the optimizer state is stored between steps: on the 'device', or in host memory
+        ('pinned_host'). A step copies states from host memory layer by layer, see `host_states`. Small arrays and moving
+        averages always stay on the device.
     """
 
     optimizer: Any = None
@@ -109,7 +110,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     @property
     def sees_stacks(self) -> bool:
-        """True if the optimizer gets the stacked variables of repeated layers unsplit; see `optax_bridge.sees_stacks`."""
+        """True if the optimizer gets stacked variables as a whole, not layer by layer; see `optax_bridge.sees_stacks`."""
         return optax_bridge.sees_stacks(self.optimizer)
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
@@ -117,12 +118,12 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return mup.grad_transformation(self.optimizer, var_weight_hparams)
 
     def get_grad_tx(self, var_weight_hparams: Any) -> Any:
-        """Returns the gradient transformation for variables of these WeightHParams.
+        """Returns the gradient transformation for the variables that the WeightHParams describe.
 
-        The transformation has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`, which returns
-        WeightHParams in the structure of the state, wrapped in an `optax.MaskedState` as in Pax. With repeated layers, state
-        and WeightHParams are dicts with one entry for each group of equally stacked variables, and an entry 'no_prefix' for all
-        other variables. Each entry of the WeightHParams then has its own `MaskedState`.
+        The transformation has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`. The last returns
+        WeightHParams in the structure of the state, wrapped in an `optax.MaskedState` as in Pax. If the model has repeated
+        layers, state and WeightHParams are dicts with one entry for each group of variables with the same stack dimensions, and
+        an entry 'no_prefix' for all other variables. Each entry of the WeightHParams then has its own `MaskedState`.
         """
         grad_tx = self.raw_grad_tx(var_weight_hparams)
         if not self.vectorize_on_repeat_prefix or self.sees_stacks:
@@ -141,8 +142,9 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
 
-        A subclass's override that runs the optimizer itself needs `opt_state_dtype='float32'`, no `opt_state_dtype_rules`, and
-        `opt_state_memory_kind='device'`. With other settings, `states` have another form: an override must call this method.
+        If a subclass overrides this method and runs the optimizer itself, it needs `opt_state_dtype='float32'`, no
+        `opt_state_dtype_rules`, and `opt_state_memory_kind='device'`. With other settings, `states` have a different form, and
+        the override must call this method.
 
         Args:
           grads: gradients, same structure, shapes and dtypes as `old_vars`.
@@ -151,9 +153,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
           var_weight_hparams: the variables' WeightHParams, in the structure of `old_vars`.
 
         Returns:
-          The updates to add, in the structure of `old_vars`, and the new optimizer state in its stored form, rounded with the
-          random bits of the step given to `opt_state_dtypes.rounding_for`. In a skipped step the updates are zero and the
-          state does not change. If a variable is overwritten with its gradient, its update is the gradient.
+          The updates to add, in the structure of `old_vars`, and the new optimizer state in its stored form. The random bits of
+          its rounding are those of the step that was given to `opt_state_dtypes.rounding_for`. In a skipped step, the updates
+          are zero and the state does not change. For a variable that its gradient replaces (an fp8 scale), the update is the
+          gradient.
         """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
@@ -167,7 +170,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states
 
     def if_valid(self, valid: jax.Array, updates: Any, new_states: Any, states: Any) -> tuple[Any, Any]:
-        """Returns (zeros, states) if the step is to be skipped, else (updates, new_states). `valid`: bool scalar."""
+        """Returns (zeros, states) if the step must be skipped, else (updates, new_states). `valid` is a bool scalar."""
         if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
             return updates, new_states
         # Where `valid` is the value, it is 0. XLA would share a constant of zeros with the gradients' initial sums, and keep it.
@@ -182,7 +185,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
           optimizer_name: added to the summaries' names, for a learner with several optimizers.
 
         Returns:
-          The clipped gradients, and a bool scalar: True if the step is valid. If `check_valid_step` is set, it is invalid if
+          The clipped gradients, and a bool scalar: True if the step is valid. With `check_valid_step`, a step is invalid if
           the norm over all gradients, before clipping, is NaN or Inf, or reaches `skip_step_gradient_norm_value`.
         """
         return self._scale(raw_grads, self.optimizer, f"{optimizer_name}/" if optimizer_name else "")
@@ -252,8 +255,8 @@ class MultiOptimizerLearner(Learner):
 
     Attributes:
       auxiliary_optimizers: the auxiliary optimizers.
-      auxiliary_regex: a regex for each auxiliary optimizer. It selects the variables whose path it matches from the beginning
-        (`re.match`), such as 'params/lm/softmax' or '.*/bias'. It may write list indices as `x_layers/0/w` or as Pax does,
+      auxiliary_regex: a regex for each auxiliary optimizer, such as 'params/lm/softmax' or '.*/bias'. It selects the variables
+        whose path it matches from the beginning (`re.match`). Paths are written like `x_layers/0/w` or, as in Pax,
         `x_layers[0]/w` (see `masks.match_paths`). No variable may be selected twice.
       auxiliary_names: a name for each auxiliary optimizer, for summaries.
       apply_separate_scaling: clip each optimizer's gradients separately, with that optimizer's settings.
@@ -286,16 +289,18 @@ class MultiOptimizerLearner(Learner):
                 )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
-        """Writes each optimizer's learning rate as summary 'learning/lr_NAME'; the main one's also as 'learning/lr'."""
+        """Writes each optimizer's learning rate as summary 'learning/lr_NAME', and that of `optimizer` also as 'learning/lr'."""
         super().plot_learning_rate(step)
         for name, optimizer in self._named_optimizers():
             _summarize(f"learning/lr_{name}", optimizer.get_learning_rate(step))
 
     def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
-        """Returns (the auxiliary optimizers' masks, the mask of `optimizer`): trees of bools, True for its variables.
+        """Returns a list of the auxiliary optimizers' masks, and the mask of `optimizer`.
+
+        A mask is a tree of bools, True for the variables that its optimizer updates.
 
         Args:
-          var_weight_hparams: WeightHParams, or a tree of any other leaves in the variables' structure.
+          var_weight_hparams: the variables' WeightHParams, or any other tree with the variables' structure.
 
         Raises:
           ValueError: a regex selects no variable, or two regexes select the same variable.

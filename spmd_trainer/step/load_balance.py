@@ -1,4 +1,4 @@
-"""Auxiliary-loss-free load balancing of experts: each step moves a router's biases by the experts' load (arXiv:2408.15664)."""
+"""Balances the experts' load without an auxiliary loss: each step adjusts the routers' biases (arXiv:2408.15664)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from spmd_trainer.train_states import NestedJTensor
 def moved_by_load(
     layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
 ) -> NestedJTensor:
-    """Moves the variables marked with `masks.MOVED_BY_LOAD`, such as router biases, by the experts' load in the whole batch.
+    """Adjusts router biases, the variables marked with `masks.MOVED_BY_LOAD`, to the experts' load in the whole batch.
 
-    Each element belongs to an expert. It moves by the variable's rate: up if the expert's load is below the mean, down if above.
+    Each element belongs to an expert. It grows by the variable's rate if the expert's load is below the mean load, and shrinks by
+    the rate if the load is above the mean.
 
     Args:
-      layout: has the WeightHParams of all variables.
+      layout: the layout, with the WeightHParams of all variables.
       forward_vars: the variable collections that the forward pass wrote.
       summaries: the summaries of the forward pass, including the experts' load (`masks.LOAD`).
 
     Returns:
-      `forward_vars` with the moved variables.
+      `forward_vars` with the adjusted variables.
 
     Raises:
       UserError: `task.train.apply_mutable_list` lacks the summaries or the non-trainable variables.
@@ -55,7 +56,7 @@ def moved_by_load(
 def without_moves_of_a_skipped_step(
     layout: LogicalLayout, old_vars: NestedJTensor, new_vars: NestedJTensor
 ) -> NestedJTensor:
-    """Returns `new_vars`; if the learner has skipped the step, variables that are moved by the load have their old values."""
+    """Returns `new_vars`; but if the learner skipped the step, the biases that `moved_by_load` adjusts have their old values."""
     learner, moved = layout.task.learner, _rates(layout)
     if not (moved and learner.check_valid_step and learner.enable_skip_step_on_gradient_anomalies):
         return new_vars
@@ -72,7 +73,7 @@ def without_moves_of_a_skipped_step(
 
 
 def _rates(layout: LogicalLayout) -> dict[str, float]:
-    """Returns {path: rate} of variables that the load moves; paths start inside the collection of non-trainable variables."""
+    """Returns {path: rate} of the variables to adjust. Paths start below the collection of non-trainable variables."""
     hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
     # The biases of a frozen base model don't move.
     rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}

@@ -1,4 +1,4 @@
-"""Masks (trees of bools) that mark variables without a gradient or without an optimizer state, and matching of paths."""
+"""Makes masks (trees of bools) of the variables without a gradient or an optimizer state, and matches paths with regexes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_per_token(hparams: Any) -> float:
 
 
 def load_rate(hparams: Any) -> float | None:
-    """Returns the rate by which each step moves a variable marked with `MOVED_BY_LOAD`; None for all other variables."""
+    """Returns the amount by which a step adjusts a variable marked with `MOVED_BY_LOAD`; None for all other variables."""
     rates = [name.removeprefix(MOVED_BY_LOAD) for name in hparams.collections if name.startswith(MOVED_BY_LOAD)]
     return float(rates[0]) if rates else None
 
@@ -104,8 +104,8 @@ def _as_list(patterns: str | Sequence[str]) -> list[str]:
 def matches(tree: Any, patterns: Sequence[str]) -> Any:
     """Returns a tree of bools: True for leaves whose whole path matches a pattern (`re.fullmatch`).
 
-    List indices may be spelled in either way, see `match_paths`. A pattern without '/' may also match the path with '.'
-    instead of '/', as in older Pax files.
+    List indices may be written in two ways, see `match_paths`. A pattern without '/' may also match the path with '.' instead
+    of '/', as in older Pax files.
 
     Raises:
       ValueError: a pattern is not a valid regex.
@@ -126,7 +126,7 @@ def _fullmatch(pattern: re.Pattern[str], path: str) -> bool:
 def match_paths(tree: Any, regex: str, match: Callable[[re.Pattern[str], str], object]) -> list[bool]:
     r"""Returns a bool for each leaf of a tree, in order: True if a regex matches the leaf's path.
 
-    A list index in a path has two spellings: Pax's `x_layers[0]/w`, and `x_layers/0/w` as in this project's messages. A regex
+    A path with a list index has two spellings: Pax's `x_layers[0]/w`, and `x_layers/0/w` as in this project's messages. A regex
     that contains an index in Pax's spelling (`\[` or `.0.`) or in the other (`/` followed by a digit, `\d` or `[0-9]`) is
     matched against that spelling only, so that a negative lookahead such as `(?!.*x_layers\[0\]/).*` works. Any other regex
     may match either spelling.

@@ -1,10 +1,10 @@
 """Finds the variables that hold matrices, and their row, column and stack dimensions, for matrix optimizers such as Muon.
 
-The matrix products of the traced model decide (`matrix_uses`). Dimensions that a product contracts are the rows of a variable,
-dimensions that it keeps are the columns. All others are stack dimensions, which index matrices: those of repeated layers, batch
-dimensions of the product, those paired with a router's columns (experts), and those that the program reads one index at a time
-(`product_results`). Embeddings, the output matrix, routers, and variables that no product reads (norms, biases) are not
-matrices. Routers and experts are also recognised by common names. The user's rules take precedence.
+The matrix products of the traced model determine these dimensions (`matrix_uses`). The rows of a variable are the dimensions that
+a product contracts; the columns are the dimensions that it keeps. All others are stack dimensions, which index matrices: repeated
+layers, batch dimensions of the product, experts (dimensions paired with a router's columns), and dimensions that the program
+reads one index at a time (`product_results`). Embeddings, the output matrix, routers, and variables that no product reads (norms,
+biases) don't count as matrices. Routers and experts are also recognized by common names. The user's rules take precedence.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Matrix:
     """A variable that holds one matrix or a stack of matrices.
 
     Attributes:
-      dims: the variable's dimensions by role, including those of repeated layers.
+      dims: the variable's stack, row and column dimensions, including those of repeated layers.
       shape: the variable's shape, including the dimensions of repeated layers.
     """
 
@@ -71,7 +71,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Whether a variable holds matrices, and why: `matrix` is None if it holds none, `reason` is a text for logs."""
+    """The decision whether a variable holds matrices. `matrix` is None if it holds none; `reason` explains this in logs."""
 
     matrix: Matrix | None
     reason: str
@@ -81,7 +81,7 @@ class Choice:
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
-    """Returns the WeightHParams with notes in `collections` on how the model uses each variable. `choose` reads these notes.
+    """Adds notes on the model's use of each variable to `collections` of its WeightHParams; `choose` reads the notes.
 
     Args:
       hparams: WeightHParams of the variables.
@@ -108,7 +108,7 @@ def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
 
 
 def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses]) -> list[str]:
-    """Returns the notes for `collections` that encode a variable's use."""
+    """Returns notes on the use of a variable, for `collections` of its WeightHParams."""
     use = uses[path]
     reason = _why_none(path, hparams, use)
     if reason is not None:
@@ -128,7 +128,7 @@ def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses
 def _notes(
     path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses], dims: MatrixDims
 ) -> Iterator[tuple[str, str]]:
-    """Yields (prefix, text) of notes on a matrix for `collections`: what the traced program leaves open, and fused heads."""
+    """Yields (prefix, text) of notes on a matrix: what the program leaves unclear, and heads without a separate dimension."""
     use, first = uses[path], len(hparams.repeat_prefix or ())
     if use.may_route:
         yield _DOUBT, f"{path}: a sigmoid of its products weighs whole vectors; if it is a router, ({path!r}, 'adam')"
@@ -153,7 +153,7 @@ def _notes(
 
 
 def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True for the first of several column dimensions if the program doesn't show that it counts heads or experts."""
+    """Returns True if `column` is the first of several column dimensions, and isn't known to index heads or experts."""
     path, dim = column
     use = uses[path]
     if len(use.products) != 1 or len(use.products[0].outputs) < 2 or use.products[0].outputs[0] != dim:
@@ -167,7 +167,7 @@ def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
 
 
 def _is_expert(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True if `column`, (path, dimension), counts experts, because it is a column dimension of a router."""
+    """Returns True if `column`, (path, dimension), indexes experts, because it is a column dimension of a router."""
     path, dim = column
     use = uses[path]
     return (use.routes or bool(_ROUTER.search(path))) and any(dim in kind.outputs for kind in use.products)
@@ -198,16 +198,16 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
 
 
 def choose(hparams: NestedWeightHParams, rules: Rules, heads: str, owner: str) -> dict[str, Choice]:
-    """Returns {path: `Choice`}: whether each variable is a matrix, and its dimensions by role.
+    """Returns {path: `Choice`}: whether each variable holds matrices, and its row, column and stack dimensions.
 
     Args:
       hparams: WeightHParams of the variables, from `with_uses`. Without `with_uses`, variables of rank 2 are matrices.
-      rules: (regex, form) pairs; the first pair whose regex is found in the path decides. See `MatrixOptimizer.rules`.
+      rules: see `MatrixOptimizer.rules`. The first (regex, form) pair whose regex is found in a variable's path applies.
       heads: 'joined': all attention heads of a variable are in one matrix; 'apart': each head is a separate matrix.
       owner: the optimizer's name, for messages.
 
     Raises:
-      UserError: a rule doesn't fit its variable, or a variable of rank 3 or more has neither a rule nor notes of `with_uses`.
+      UserError: a rule doesn't fit its variable, or a variable of rank 3 or more has neither a rule nor notes from `with_uses`.
     """
     return {path: _choice(path, p, rules, heads, owner) for path, p in masks.with_paths(hparams)}
 
@@ -275,12 +275,12 @@ def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) 
     """Checks the syntax of matrix rules; needs no variables.
 
     Args:
-      rules: (regex, form) pairs.
+      rules: (regex, form) pairs. A form lists a role for each dimension, such as 'stack,rows,cols'.
       owner: the name of the field that holds the rules, for messages.
-      others: the forms that are allowed in addition to comma-separated roles.
+      others: forms that are allowed besides such lists of roles.
 
     Raises:
-      UserError: a rule is not (regex, form), its regex doesn't compile, or its form has an unknown role.
+      UserError: a rule is not a (regex, form) pair, its regex doesn't compile, or its form has an unknown role.
     """
     known = " or ".join([*map(repr, others), f"a list of {_ROLES}"])
     for number, rule in enumerate(rules, start=1):
@@ -305,10 +305,11 @@ def _log_table(name: str, text: str) -> None:
 
 
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
-    """Logs which variables a `MatrixOptimizer` treats as matrices, and warns of doubts and unused rules.
+    """Logs which variables a `MatrixOptimizer` treats as matrices, and warns of ambiguous variables and unused rules.
 
     Returns:
-      {'/m/PATH': text of the `Choice`} for each variable PATH. The key is how its first moment's path in the state ends.
+      {'/m/PATH': text of the `Choice`} for each variable's path PATH. In the optimizer state, the path of the variable's first
+      moment ends with '/m/PATH'.
 
     Raises:
       UserError: no variable is a matrix; also the errors of `choose`.
@@ -357,9 +358,9 @@ def _is_muon(node: Any) -> bool:
 
 
 def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
-    """Checks that the variables of two dimensions, which `optax.contrib.muon` takes for matrices, are the model's matrices.
+    """Checks that `optax.contrib.muon`, which treats all variables with two dimensions as matrices, finds the model's matrices.
 
-    Checks nothing if the user gave Muon dimension numbers, i.e. if it updates a variable with another number of dimensions.
+    Checks nothing if the user gave Muon dimension numbers, i.e. if Muon updates a variable that doesn't have two dimensions.
 
     Args:
       hparams: WeightHParams of the variables with an optimizer state, from `with_uses`.
@@ -391,7 +392,7 @@ def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
 
 
 def table(choices: Mapping[str, Choice]) -> str:
-    """Returns the choices as text. Variables with the same choice whose paths differ only in numbers share a line."""
+    """Returns the choices as text. Variables with the same choice share a line if their paths differ only in numbers."""
     kinds = Counter((re.sub(r"\d+(?=/|$)", "*", path), str(choice)) for path, choice in choices.items())
     width = max((len(path) for path, _ in kinds), default=0)
     return "\n".join(f"  {path:{width}}  {count:3} x  {text}" for (path, text), count in kinds.items())

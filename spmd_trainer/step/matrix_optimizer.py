@@ -1,8 +1,8 @@
 """The base class of optimizers that update whole matrices (`muon.Muon`, `soap.Soap`) and use Adam for all other variables.
 
-The traced model shows which variables are matrices (`matrix_dims`), for models of any library. A warning names the variables for
-which the trace is ambiguous; the user's rules decide them. The optimizers compute on whole matrices, which are distributed over
-all devices (`whole_matrices`). Their states are sharded like the variables.
+The traced model shows which variables are matrices (`matrix_dims`), so the optimizers work for models of any library. A warning
+names the variables for which the trace is ambiguous; the user can set rules for these. The optimizers compute on whole matrices,
+which are distributed over all devices (`whole_matrices`). Their states are sharded like the variables.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MatrixVariable(NamedTuple):
 
     Attributes:
       grad: the variable's gradient.
-      parts: the arrays of the variable's optimizer state, by name.
+      parts: {name: array}, the variable's optimizer state.
       value: the variable itself; None if the optimizer isn't given variables.
-      matrix: the variable's dimensions by role.
+      matrix: the variable's row, column and stack dimensions.
       spec: PartitionSpec of gradient and variable on the ambient mesh.
     """
 
@@ -52,21 +52,21 @@ class MatrixVariable(NamedTuple):
 class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
     """An optimizer for the matrices of a model, with Adam for all other variables.
 
-    The learning rate of all variables is `learning_rate` times the schedule, unless `adam_learning_rate` sets another one for
-    Adam's variables. Clipping, moving averages and `decoupled_weight_decay` work as in all praxis optimizers.
+    The learning rate of all variables is `learning_rate` times the schedule, unless `adam_learning_rate` sets a different rate
+    for Adam's variables. Clipping, moving averages and `decoupled_weight_decay` work as in all praxis optimizers.
 
     A subclass defines `matrix_state` and `matrix_steps`, and `more_parts` if its state has more arrays than `m` and `v`.
 
     Attributes:
-      heads: 'joined': an attention kernel is one matrix of all heads; 'apart': one matrix per head, if heads have a separate
-        dimension. Kernels whose heads share a dimension with the columns of a head stay whole; a warning names them.
-      rules: (regex, form) pairs, which override the roles found in the traced model. The first pair whose regex is found in a
-        variable's path wins. The form is 'adam', or a role for each dimension of the variable, without those of repeated
-        layers: 'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.
+      heads: 'joined': all heads of an attention kernel form one matrix. 'apart': each head is a matrix, if heads have their own
+        dimension. A kernel with a single dimension for all heads and their columns stays whole, and a warning names it.
+      rules: (regex, form) pairs, which override what the traced model shows. The first pair whose regex is found in a variable's
+        path applies. The form is 'adam', or lists a role for each dimension, without those of repeated layers, such as
+        'stack,rows,cols'. The roles are 'rows' (inputs), 'cols' (outputs) and 'stack' (its indices are separate matrices).
       weight_decay: weight decay of matrices: each step subtracts learning rate * weight_decay * variable.
-      adam_learning_rate: learning rate of Adam's variables, times the schedule; None for `learning_rate`.
+      adam_learning_rate: Adam's learning rate before the schedule multiplies it; None for `learning_rate`.
       adam_beta1, adam_beta2, adam_epsilon: Adam's hyperparameters b1, b2 and eps, as in optax.
-      adam_weight_decay: weight decay of Adam's variables, except those that skip regularisation, such as norms and biases.
+      adam_weight_decay: weight decay of Adam's variables, except those that skip regularization, such as norms and biases.
     """
 
     # The optimizer itself handles the stacked variables of repeated layers, so `Learner` doesn't map it over the layers.
@@ -115,7 +115,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         raise NotImplementedError
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
-        """Returns {'array name/variable path': WeightHParams} of state arrays whose shape is not their variable's."""
+        """Returns {'array name/variable path': WeightHParams} of the state arrays that don't have their variable's shape."""
         return {}
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
@@ -123,10 +123,10 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         return ""
 
     def size(self, rows: float, cols: float) -> float:
-        """Returns the size (spectral norm) of the update of a [rows, cols] matrix, for muP.
+        """Returns the size (spectral norm) of the update of a [rows, cols] matrix. muP compares the sizes at two widths.
 
         Raises:
-          UserError: the optimizer has no rule for updates at other widths.
+          UserError: the subclass doesn't define the size.
         """
         raise UserError(
             f"task.mup: no rule is known for the updates of {type(self).__name__} at other widths; use e.g. Adam or st.Muon"
@@ -135,13 +135,13 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def get_grad_transformation(
         self, var_weight_hparams: NestedWeightHParams = None, include_ema: bool = True
     ) -> optimizers.ShardedGradientTransformation:
-        """Returns the gradient transformation. The WeightHParams say which variables are matrices and how they are sharded."""
+        """Returns the gradient transformation for these variables; `include_ema=False` omits the moving averages."""
         own = copy.copy(self)
         own._var_weight_hparams = var_weight_hparams
         return super(MatrixOptimizer, own).get_grad_transformation(var_weight_hparams, include_ema)
 
     def choices(self, var_weight_hparams: NestedWeightHParams) -> dict[str, Choice]:
-        """Returns {path: `Choice`}, which says whether a variable holds matrices. Errors as in `matrix_dims.choose`."""
+        """Returns {path: `Choice`}: whether each variable holds matrices. Errors as in `matrix_dims.choose`."""
         return matrix_dims.choose(var_weight_hparams, self.rules, self.heads, type(self).__name__)
 
     def _get_raw_grad_transformation(self, lr: optax.Schedule) -> optax.GradientTransformation:
@@ -154,10 +154,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         return optax.GradientTransformation(self._init, functools.partial(self._update, lr))
 
     def _init(self, mdl_vars: NestedJTensor) -> py_utils.NestedMap:
-        """Returns the initial state: a step count, and for each array name a tree in the variables' structure.
-
-        In the tree of an array name, variables without such an array have an `optax.MaskedNode`.
-        """
+        """Returns the initial state: a step count, and a tree for each array name (MaskedNode if a variable lacks the array)."""
         choices = self.choices(self._var_weight_hparams)
         treedef, states = jax.tree.structure(mdl_vars), []
         for path, x in masks.with_paths(mdl_vars):
@@ -175,7 +172,6 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def _update(
         self, rate: optax.Schedule, grads: NestedJTensor, state: Any, mdl_vars: NestedJTensor = None
     ) -> tuple[PyTree, Any]:
-        """Returns the updates, in the structure of `grads`, and the new state."""
         count = state.count
         choices, hparams = self.choices(self._var_weight_hparams), dict(masks.with_paths(self._var_weight_hparams))
         olds = {name: dict(masks.with_paths(state[name])) for name in ("m", "v", *self.more_parts)}

@@ -1,7 +1,8 @@
-"""Finds the matrix products that read each variable of a model, and the role of each dimension in them.
+"""Finds the matrix products that read each variable of a model, and the role of each dimension of the variable in the products.
 
-The model is traced. An analysis of its jaxpr follows variables to the products that read them (`tracked_dims`), and the results
-of products to the next product (`product_results`). Names and annotations don't matter, so it works for models of any library.
+The model is traced. The analysis of its jaxpr follows each variable to the products that read it (`tracked_dims`), and each
+result of a product to the products that read the result (`product_results`). It uses no names or annotations, so it works for
+models of any library.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _KEEPS_MASK = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """Facts about a value of the jaxpr.
+    """What the analysis knows about one value of the jaxpr.
 
     Attributes:
-      path: path of the variable that the value is, or is a rearrangement of; None for other values.
-      dims: for each dimension of the value, the variable's dimensions in it; () for other values.
+      path: path of the variable, if the value is a variable or a rearranged variable; else None.
+      dims: if `path` is set, a `Dim` for each dimension of the value; else ().
       is_mask: True for arrays of zeros and ones, such as one-hot vectors.
-      after: paths of the variables from whose products the value is computed.
-      result: facts about the value as a result of matrix products.
+      after: paths of all variables on whose matrix products the value depends.
+      result: what is known of the value as a result of matrix products.
     """
 
     path: str | None = None
@@ -51,7 +52,7 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The state of the analysis: the uses of variables found so far, by path; and `also`, the argument of `find_uses`."""
+    """The {path: `Uses`} of variables found so far, and the argument `also` of `find_uses`."""
 
     uses: dict[str, Uses]
     also: frozenset[str]
@@ -62,8 +63,8 @@ def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = f
 
     Args:
       jaxpr: a ClosedJaxpr.
-      variables: {number of the jaxpr's argument: path of the variable}.
-      also: additional primitives through which variables are followed. Optimizers pass `EVERY`, adapters (`task.lora`) none.
+      variables: {index of an argument of the jaxpr: path of the variable that is passed there}.
+      also: extra primitives through which variables are followed. Optimizers pass `EVERY`; adapters (`task.lora`) pass none.
     """
     invars = jaxpr.jaxpr.invars
     found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
@@ -118,7 +119,7 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Returns the `_Value`s of an operation that reads no variable; analyses calls and loops that read results of products."""
+    """Returns the `_Value`s of the results of an equation that reads no variable. Analyzes the body of a call or loop."""
     name = eqn.primitive.name
     if all(value.result == product_results.NOTHING for value in values):
         return _plain(eqn, values, found)
@@ -136,7 +137,6 @@ def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _result(eqn: Any, values: list[_Value], found: _Found) -> product_results.Result:
-    """Returns the `Result` of a product with a variable: for each dimension, the variable dimensions with the same index."""
     known = [product_results.of_weight(v.path, v.dims) if v.path else v.result for v in values]
     columns = product_results.of_product(eqn, known, found.uses).columns
     return product_results.Result(columns, frozenset(value.path for value in values if value.path))
@@ -152,7 +152,7 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
 
 
 def _as_arrays(values: Sequence[_Value], operation: str, found: _Found) -> None:
-    """Records `operation` in `Uses.others` of all variables among the values, because it is not a matrix product."""
+    """Adds the name of an operation, which is not a matrix product, to `Uses.others` of each variable among the values."""
     for value in values:
         if value.path and operation not in found.uses[value.path].others:
             found.uses[value.path].others.append(operation)
@@ -184,7 +184,7 @@ def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
 
 
 def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Analyses a loop. The body is analysed twice, because a product may read a result of the previous iteration."""
+    """Analyzes a loop. The body is analyzed twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         body, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_sizes(params)
@@ -215,12 +215,12 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True) -> tuple[Any, PyTree]:
     """Returns a function's jaxpr without unused operations, and the ShapeDtypeStructs of the function's results.
 
-    Unused operations occur, for example, in NNX modules: they return all variables from a loop over layers.
+    NNX modules, for example, have such unused operations, because their loops over layers return all variables.
 
     Args:
       fn: the function.
       args: its arguments, arrays or ShapeDtypeStructs.
-      shown: see `jaxprs.products_shown`.
+      shown: True to show the products inside functions with custom derivatives, see `jaxprs.products_shown`.
     """
     with products_shown(shown):
         # A new function, because JAX caches traces, and the cached trace of `fn` may be for another value of `shown`.

@@ -205,7 +205,7 @@ def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | N
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns {axis: size} that fits `count` devices, by resizing the axis 'data', or the largest axis if 'data' is missing."""
+    """Returns a mesh shape for `count` devices. Resizes the axis 'data', or the largest axis if there is no 'data'."""
     grow = "data" if "data" in shape else max(shape, key=shape.__getitem__)
     sizes = {name: 1 if size == -1 else size for name, size in shape.items()}
     return sharding.fit_mesh_shape(sizes, count, grow=grow)
@@ -243,7 +243,7 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
     """Parses the value of `--mesh`, e.g. 'data:4,mdl:2', to (axis, size) pairs.
 
     Raises:
-      UserError: the text has another form, a size is neither positive nor -1, or several sizes are -1.
+      UserError: the text has a different form, a size is neither positive nor -1, or several sizes are -1.
     """
     axes = []
     for part in text.split(","):

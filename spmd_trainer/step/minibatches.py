@@ -1,14 +1,13 @@
 """Gradient accumulation: computes the gradients of a batch in minibatches, one after the other, to save activation memory.
 
-`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh; the pass for the
-rows of one device is in `step/shard_map_passes.py`. Both passes call `accumulate_gradients`, which works for any model: sums
-and weights are carried separately, and divided at the very end (`weighted_sum`, `weighted_mean`). `Outputs` adds up a step's
-outputs over minibatches.
+`accumulated_gradients` is the forward and backward pass of a step that the compiler partitions. `step/shard_map_passes.py` has
+the pass over the rows of one device. Both passes call `accumulate_gradients`, which works for any model. Sums and weights are
+added up separately, and divided at the very end (`weighted_sum`, `weighted_mean`). `Outputs` adds up a step's outputs.
 
-Floats that a model writes to its variables are means over rows, so the values of minibatches can be averaged. Integers can't be
-averaged: in each minibatch, a step counter grows by 1, as it should for the whole batch, but a row counter grows only by the
-minibatch's rows. So integers are taken from another forward pass over the whole batch, from which the compiler removes
-everything that the integers do not depend on. For a counter of steps or rows, only an addition remains. Integers that depend on
+Floats that a model writes to its variables are means over rows, so each minibatch can update them in turn. Integers can't be
+updated in this way: in each minibatch, a step counter grows by 1, as it should for the whole batch, but a row counter grows only
+by the minibatch's rows. So integers are taken from a separate forward pass over the whole batch. The compiler removes everything
+from it that the integers do not depend on. For a counter of steps or rows, only an addition remains. Integers that depend on
 activations cost a second forward pass.
 """
 
@@ -57,7 +56,7 @@ def accumulate_gradients(
       loss_fn: (params, carry, rows, key, minibatch number) -> (loss, (carry, sums, outputs by row)). It is differentiated with
         respect to `params`. It must return sums, not means, because its results are added up.
       params: the parameters.
-      carry: values that are handed from minibatch to minibatch, as the first minibatch gets them.
+      carry: the carry that the first minibatch gets; each later one gets the carry that the minibatch before it returned.
       batch: arrays [rows of this device, ...].
       key: PRNG key; the minibatch's number is folded in.
       num_minibatches: number of minibatches; must divide the number of rows.
@@ -140,13 +139,13 @@ def accumulated_gradients(
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass over minibatches of the global batch.
 
-    Returns gradients of the mean loss over the whole batch: each minibatch counts by the weight of its loss. Functions of the
-    rows other than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch. A
-    metric with the same weight in every minibatch, such as a count, is averaged over the minibatches. Dropout masks differ
-    between minibatches. Integers that the model writes are those of the whole batch (`advance_integers`).
+    The gradients are those of the mean loss over the whole batch: the loss of each minibatch is weighted by its loss weight.
+    Functions of the rows other than weighted means (batch normalization, load-balancing losses of experts) see the rows of one
+    minibatch. A metric with the same weight in every minibatch, such as a count, is averaged over the minibatches. Dropout masks
+    differ between minibatches. Integers that the model writes are those of the whole batch (`advance_integers`).
 
     Args:
-      layout: the layout of the state; it also says how each minibatch is split over the mesh.
+      layout: the layout of the state; it also determines how each minibatch is sharded over the mesh.
       num_minibatches: number of minibatches; must divide the number of rows in the batch.
       mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
@@ -228,7 +227,7 @@ def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 class Outputs:
     """Splits a minibatch's output into sums to add up and arrays to concatenate, and makes the batch's output from the totals.
 
-    clu metrics of the minibatches are concatenated like rows, and merged at the end by the metrics' own merge.
+    clu metrics of the minibatches are concatenated like rows, and reduced at the end by the metrics' own `reduce`.
 
     `take` records the output's structure during tracing, so make a new instance for each trace. An instance holds no arrays.
     """
@@ -310,7 +309,7 @@ def check_count(num_minibatches: int, num_rows: int) -> None:
 
 
 def check_no_overwritten(layout: LogicalLayout, what: str) -> None:
-    """Checks that no variable is overwritten with its gradient: such a gradient is not a mean over parts of a batch.
+    """Checks that no variable is overwritten with its gradient, because such a gradient is not a mean over parts of a batch.
 
     Args:
       layout: the layout of the variables.

@@ -1,7 +1,9 @@
-"""Moves a live train state to another mesh or layout, whose padding may differ, without a checkpoint or a full second copy.
+"""Moves a live train state to a different mesh or layout, whose padding may differ, without a checkpoint or a full second copy.
 
-new_state = move_state(state, old.layout, new.layout)      # elastic training: other devices
-decode_vars = move_state(variables, train.layout.without_opt_states(), decode.layout.without_opt_states())   # another layout
+Elastic training moves the state to different devices. Decoding moves the variables to a different layout:
+
+    new_state = move_state(state, old.layout, new.layout)
+    decode_vars = move_state(variables, train.layout.without_opt_states(), decode.layout.without_opt_states())
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
 
 
 def _common_shape(a: VariableSpec, b: VariableSpec, old: Layout, new: Layout) -> tuple[int, ...]:
-    """Returns a variable's shape while it moves: its padded shape if both agree, else the smallest that both meshes divide."""
+    """Returns the shape in which a variable moves: the padded shape that both layouts share, else one that both meshes divide."""
     if a.padded_shape == b.padded_shape:
         return a.padded_shape
     rank = len(a.logical_shape)
@@ -88,7 +90,7 @@ def _resized(
     *,
     donate: bool,
 ) -> list[jax.Array]:
-    """Returns `leaves` in the given padded shapes and shardings; leaves of other shapes are resized in one jitted program."""
+    """Returns `leaves` in the given padded shapes. One jitted program resizes all leaves that have a different shape."""
     which = [i for i, x in enumerate(leaves) if x.shape != shapes[i]]
     if not which:
         return leaves

@@ -1,4 +1,4 @@
-"""Muon: updates a model's matrices by momentum orthogonalised with Newton-Schulz iterations, all other variables by Adam.
+"""Muon: updates a model's matrices by momentum orthogonalized with Newton-Schulz iterations, and all other variables by Adam.
 
     learner.optimizer = Config(st.Muon, learning_rate=3e-4, lr_schedule=..., weight_decay=0.1)
 
@@ -60,9 +60,9 @@ class Muon(MatrixOptimizer):
       num_iterations: number of Newton-Schulz iterations.
       coefficients: 'polar_express', 'keller' (the same quintic in each iteration), or a list with (a, b, c) for each iteration;
         the last entry is used for all further iterations.
-      scale: factor of the orthogonal matrix in an update. 'match_rms': 0.2 * sqrt(max(rows, columns)), so that updates have the
-        root mean square of Adam's updates, and a learning rate and weight decay tuned for Adam suit Muon too. 'original':
-        sqrt(max(1, columns / rows)), where columns are outputs.
+      scale: the factor by which the orthogonalized momentum is multiplied. 'match_rms': 0.2 * sqrt(max(rows, columns)). Updates
+        then have the root mean square of Adam's updates, so a learning rate and weight decay tuned for Adam suit Muon too.
+        'original': sqrt(max(1, columns / rows)), where columns are the matrix's outputs.
       epsilon: added to the Frobenius norm by which a matrix is divided before the iterations.
       iteration_dtype: dtype of the iterations and of the arrays that are communicated for them: 'float32' or 'bfloat16'. None:
         float32 on CPUs, bfloat16 on other devices.
@@ -77,11 +77,7 @@ class Muon(MatrixOptimizer):
     iteration_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          UserError: a field has an unknown value, or two fields contradict each other.
-        """
+        """Checks the fields. Errors as in `MatrixOptimizer.__post_init__`."""
         super().__post_init__()
         require_one_of("Muon.scale", self.scale, SCALES)
         if self.iteration_dtype is not None:
@@ -96,7 +92,7 @@ class Muon(MatrixOptimizer):
             raise UserError(f"Muon.num_iterations is {self.num_iterations}; it is at least 1, usually 5")
 
     def size(self, rows: float, cols: float) -> float:
-        """Returns the size (spectral norm) of a [rows, cols] matrix's update, whose singular values are all close to it."""
+        """Returns the size (spectral norm) of a [rows, cols] matrix's update. All its singular values are close to this size."""
         if self.scale == "match_rms":
             return _ADAM_RMS * math.sqrt(max(rows, cols))
         return math.sqrt(max(1.0, cols / rows))
@@ -126,7 +122,7 @@ class Muon(MatrixOptimizer):
         return steps
 
     def _looking_ahead(self, m: jax.Array, g: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns the bias-corrected momentum, with Nesterov's look-ahead if `nesterov` is set, before it is orthogonalised."""
+        """Returns the bias-corrected momentum to orthogonalize, with Nesterov's look-ahead if `nesterov` is set."""
         beta, steps = self.momentum, (count + 1).astype(jnp.float32)
         if not self.nesterov:
             return m / (1 - beta**steps)

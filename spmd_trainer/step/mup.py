@@ -1,10 +1,10 @@
-"""muP: transfers learning rate, initialisation and weight decay tuned on a narrow model, called the base, to a wide model.
+"""muP: transfers learning rate, initialization and weight decay tuned on a narrow model, the base model, to a wide model.
 
     task_p.mup = Config(st.Mup, base={"MODEL_DIMS": 64, "HIDDEN_DIMS": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 4})
 
-The maximal update parametrisation of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs no change
-of the model. The base is the same experiment with smaller widths. Let r be the growth factor, relative to the base, of the
-dimensions that a variable's matrix product contracts (fan-in), and c that of its other dimensions (fan-out). muP multiplies:
+This is the maximal update parametrization of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs no
+change of the model. The base model is the same experiment with smaller widths. A variable's fan-in (the dimensions that its
+matrix product contracts) is r times that of the base model, and its fan-out (its other dimensions) c times. muP multiplies:
 
 | variable | standard deviation | Adam's update | SGD's update |
 |---|---|---|---|
@@ -13,13 +13,13 @@ dimensions that a variable's matrix product contracts (fan-in), and c that of it
 | output (c = 1) | 1 / r | 1 / r | 1 / r |
 
 All three rows are one formula: standard deviation r ** -0.5 * min(1, (c / r) ** 0.5) (the spectral condition, arXiv:2310.17813);
-gradients are multiplied by c before the optimizer, updates by 1 / r after it (the abcd parametrisation, arXiv:2308.01814). So
+gradients are multiplied by c before the optimizer, updates by 1 / r after it (the abcd parametrization, arXiv:2308.01814). So
 the formula holds for every elementwise optimizer, and Adam's epsilon keeps its meaning. The optimizer sees variables times r,
 so decoupled weight decay shrinks a variable by the fraction learning rate * decay per step at every width, as arXiv:2405.13698
 recommends. Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
 
-muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. Such a factor a is folded into a
-variable that is applied before it: the variable's initial value, its updates and its gradient are multiplied by a.
+muP also changes factors inside the model, such as 1 / sqrt(d) in attention, which becomes 1 / d. Such a change is folded into
+a variable that is applied before the factor: its initial value, its updates and its gradient are multiplied by the change.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
     """Settings of muP.
 
     Attributes:
-      base: settings in which the base differs: {class attribute of the experiment, or path such as 'task.model...': value}.
-      rules: (regex, form) pairs. The first pair whose regex is found in a variable's path gives the role of each dimension,
-        without those of repeated layers: 'rows' (fan-in), 'cols' (fan-out) or 'stack', such as 'rows,rows,rows,cols' for a
-        convolution. The roles of all other variables are found by tracing the model.
+      base: {setting: value} of the base model. A setting is a class attribute of the experiment, or a path like 'task.model...'.
+      rules: (regex, form) pairs. The first pair whose regex is found in a variable's path applies. The form lists the role of
+        each dimension, without those of repeated layers: 'rows' (fan-in), 'cols' (fan-out) or 'stack', such as
+        'rows,rows,rows,cols' for a convolution. Other variables get their roles from the traced model.
       multipliers: (regex, power) pairs. The first pair whose regex is found in a variable's path folds the factor c ** power
         into the variable, where c is the growth of its fan-out. Factors are built in for the norm before a tied output matrix
         (power -1), for praxis' `scale_sqrt_depth`, and for queries whose heads grow in width (width growth ** -0.5).
@@ -91,12 +91,12 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """The muP factors of one variable, relative to the base.
+    """The muP factors of one variable, relative to the base model.
 
     Attributes:
       rows: growth factor of the fan-in, r.
       cols: growth factor of the fan-out, c.
-      folded: the factor of the model that is folded into the variable; 1 if there is none.
+      folded: the change of a factor inside the model that is folded into the variable; 1 if there is none.
       update: the factor by which the optimizer's updates are multiplied.
     """
 
@@ -107,12 +107,12 @@ class Scale:
 
     @property
     def gradient(self) -> float:
-        """The factor by which the gradient is multiplied before the optimizer."""
+        """The factor by which the gradient is multiplied before the optimizer gets it."""
         return self.cols * self.folded
 
     @property
     def std(self) -> float:
-        """Ratio of the initial standard deviation to that of the base."""
+        """Ratio of the initial standard deviation to the base model's."""
         return self.folded / math.sqrt(self.rows) * min(1.0, math.sqrt(self.cols / self.rows))
 
     @property
@@ -131,7 +131,7 @@ def base_task(task: SingleTask) -> SingleTask:
     """Returns a copy of the task with the base model.
 
     Raises:
-      UserError: `task.mup.base_model` is not set, the task has adapters, or muP doesn't hold for its optimizer.
+      UserError: `task.mup.base_model` is not set, the task has adapters, or muP doesn't apply to its optimizer.
     """
     if task.mup.base_model is None:
         raise UserError(
@@ -156,7 +156,7 @@ def base_task(task: SingleTask) -> SingleTask:
 def with_scales(
     task: SingleTask, hparams: NestedWeightHParams, base: NestedWeightHParams, uses: Mapping[str, Uses]
 ) -> NestedWeightHParams:
-    """Returns the WeightHParams with each trainable variable's `Scale` noted in `collections`. Logs the scales.
+    """Adds a note of each trainable variable's `Scale` to `collections` of its WeightHParams. Logs the scales.
 
     Args:
       task: the task.
@@ -164,7 +164,7 @@ def with_scales(
       uses: how the model uses the variables, by path; see `matrix_dims.find_uses`.
 
     Raises:
-      UserError: the base differs in more than widths, a dimension's role is unknown, or a model's factor can't be folded.
+      UserError: the base model differs in more than widths, a dimension's role is unknown, or a factor can't be folded.
     """
     growth = _growth(dict(masks.with_paths(hparams)), dict(masks.with_paths(base)))
     powers = [*task.mup.multipliers, *_of_embeddings(task, uses, growth)]
@@ -255,8 +255,8 @@ def _roles(
 def _of_embeddings(
     task: SingleTask, uses: Mapping[str, Uses], growth: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float]]:
-    """Returns (regex, power) pairs like those of `Mup.multipliers`, for praxis' embeddings and norms before tied output matrices.
-    Raises UserError if no norm is found before a tied output matrix, and no multipliers are given."""
+    """Returns (regex, power) pairs, as in `Mup.multipliers`, for praxis' embeddings and for norms before tied output matrices.
+    Raises UserError if no norm is found before a tied output matrix, and `Mup.multipliers` is empty."""
     lm_p, found = getattr(task.model, "lm_tpl", None), []
     for field, name in (("softmax_tpl", "softmax"), ("separate_embedding_tpl", "embedding_lookup")):
         # Such a layer multiplies the embeddings that it looks up by the root of the width.
@@ -293,7 +293,7 @@ def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: 
 
 
 def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[float]) -> float:
-    """Returns the factor with which the spectral norm of a matrix's update grows by sqrt(fan-out growth / fan-in growth)."""
+    """Returns the factor that makes the spectral norm of a matrix's update grow by sqrt(fan-out growth / fan-in growth)."""
     rows, cols = (math.prod(growth[dim] for dim in side) for side in (matrix.dims.inputs, matrix.dims.outputs))
     of_base = optimizer.size(matrix.sides[0] / rows, matrix.sides[1] / cols)
     return float(math.sqrt(cols / rows) * of_base / optimizer.size(*matrix.sides))
@@ -302,7 +302,7 @@ def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[floa
 def grad_transformation(
     optimizer: Any, hparams: NestedWeightHParams, *, include_ema: bool = True
 ) -> optimizers.ShardedGradientTransformation:
-    """Returns `optax_bridge.grad_transformation` of an optimizer, with muP's factors if the WeightHParams hold any.
+    """Returns `optax_bridge.grad_transformation` of an optimizer, with muP's factors if `with_scales` has noted any.
 
     The optimizer sees each variable divided by its update factor; moving averages see the variables themselves.
     """
@@ -341,10 +341,10 @@ def rescaled(
     of_base: Callable[[jax.Array], NestedJTensor],
     hparams: NestedWeightHParams,
 ) -> Callable[[jax.Array], NestedJTensor]:
-    """Returns an initialiser whose standard deviations are those of the base times `Scale.std`.
+    """Returns an initializer whose standard deviations are those of the base model times `Scale.std`.
 
-    How the model's own standard deviations grow with the width is measured, and undone: its initialisers are called at both
-    widths, with a PRNG that returns the same bits for each element.
+    The model's own initializers may depend on the width. To measure and undo this, they are called at both widths, with a PRNG
+    that returns the same bits for each element.
 
     Args:
       init_variables: `variables_initialiser` of the task.
@@ -354,7 +354,7 @@ def rescaled(
     scales = scales_of(hparams)
 
     def initialise(prng_key: jax.Array) -> NestedJTensor:
-        with jax.ensure_compile_time_eval():  # concrete values, although the initialiser is being traced
+        with jax.ensure_compile_time_eval():  # concrete values, although the initializer is being traced
             own, base = _typical(init_variables), _typical(of_base)
 
         def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -373,7 +373,7 @@ def rescaled(
 
 
 def _typical(init_variables: Callable[[jax.Array], NestedJTensor]) -> dict[str, float]:
-    """Returns {path: first element of the variable}; all elements are initialised with the same random bits."""
+    """Returns {path: first element of the variable}, initialized with the same random bits for all elements."""
     key = jax.random.key(0, impl=_SAME_BITS)
 
     def first() -> PyTree:

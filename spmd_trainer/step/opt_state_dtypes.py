@@ -1,11 +1,11 @@
-"""Storage of optimizer states in 16 or 8 bits between steps. The optimizer computes with float32 (`stored`, `loaded`).
+"""Stores optimizer states in 16 or 8 bits between steps. The optimizer itself computes with float32 (`stored`, `loaded`).
 
 'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and for each row (the last dimension) one
-float32 scale, the row's largest magnitude. Dettmers et al. 2022 (arXiv:2110.02861) have blocks instead of rows; rows are the
-same on every mesh. The byte is a logarithmic code with eight levels per power of two.
+float32 scale, the row's largest magnitude. Dettmers et al. 2022 (arXiv:2110.02861) use blocks of elements instead; but rows are
+the same on every mesh. The byte is a logarithmic code with eight levels per power of two.
 
-Arrays that are initialised with values of the variables, such as moving averages and schedule-free's `z`, stay float32: they are
-variables, not moments, and change too slowly for few bits. The preconditioners of `soap.Soap` stay float32 too.
+Arrays that are initialized with values of the variables, such as moving averages and schedule-free's `z`, stay float32, because
+they change too slowly to be stored in few bits. The preconditioners of `soap.Soap` stay float32 too.
 
 Both formats are rounded stochastically, up or down at random, so that the expected value is exact. With rounding to nearest, a
 moment would not change if a training step changes it by less than half a rounding step, as most steps do. The random bits depend
@@ -65,7 +65,7 @@ class Bytes:
     """A float32 array [..., n] of an optimizer state, stored in 8 bits.
 
     Attributes:
-      codes_8bit: uint8 [..., n], the codes; code 0 is the value 0, also in padding.
+      codes_8bit: uint8 [..., n], the code of each element. Code 0 stands for the value 0; it also fills padding.
       scale_8bit: float32 [..., 1], the largest magnitude of each row (last dimension).
       signed: False for second moments, which are never negative.
     """
@@ -79,7 +79,7 @@ def check(learner: Any) -> None:
     """Checks a learner's `opt_state_dtype` and `opt_state_dtype_rules`.
 
     Raises:
-      ValueError: a dtype is unknown, a rule is not (regex, dtype), or a regex doesn't compile.
+      ValueError: a dtype is unknown, a rule is not a (regex, dtype) pair, or a regex doesn't compile.
     """
     asked = {"opt_state_dtype": learner.opt_state_dtype}
     for number, rule in enumerate(learner.opt_state_dtype_rules, start=1):
@@ -101,7 +101,7 @@ def changes(learner: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One layer of the optimizer state of repeated layers: an index of dimension 0 of all arrays of that state.
+    """One layer in the optimizer state of repeated layers, whose arrays stack the layers in dimension 0.
 
     Attributes:
       state: the path of the repeated layers' state in the whole optimizer state.
@@ -114,7 +114,7 @@ class Row:
     count: int
 
     def path(self, path: str) -> str:
-        """Returns an array's path in the whole optimizer state. `path`: its path in the state of the repeated layers."""
+        """Returns an array's path in the whole optimizer state, given its path in the state of the repeated layers."""
         return f"{self.state}/{path}"
 
 
@@ -138,7 +138,7 @@ def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -
 def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
     """Returns {path: dtype} of the state arrays that the learner stores in fewer bits than float32. Arguments as for `initial`.
 
-    Only arrays that the optimizer itself initialises in float32 are included.
+    Only arrays that the optimizer itself initializes in float32 are included.
     """
     if not changes(learner):
         return {}
@@ -148,9 +148,9 @@ def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTre
 
 @contextlib.contextmanager
 def rounding_for(step: jax.Array | int) -> Iterator[None]:
-    """Context manager: optimizer states that are stored inside it are rounded with the random bits of a training step.
+    """Context manager inside which `stored` rounds optimizer states with the random bits of a training step.
 
-    `Learner.update_states` can't take the step as an argument, because it has Pax's arguments.
+    The step is not an argument of `Learner.update_states`, because that method has the same arguments as in Pax.
 
     Args:
       step: uint32 scalar, the number of the training step.
@@ -163,13 +163,13 @@ def rounding_for(step: jax.Array | int) -> Iterator[None]:
 
 
 def stored(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> PyTree:
-    """Returns an optimizer state in the form that is stored until the next step. Use under jit, and in `rounding_for`.
+    """Returns an optimizer state in the form that is stored until the next step. Use under jit and inside `rounding_for`.
 
     Args:
       dtypes: `kept_dtypes` of the whole state.
       state: the state that the optimizer returned.
-      row: the layer, if `state` is that of one repeated layer; None for the whole state. The result is bit-identical to this
-        layer of the whole stored state.
+      row: the layer, if `state` is the state of only one repeated layer; None for the whole state. The result for one layer is
+        bit-identical to that layer of the whole stored state.
 
     Raises:
       RuntimeError: arrays must be rounded, and the call is not inside `rounding_for`.
@@ -221,7 +221,7 @@ def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variabl
 
 
 def scale_spec(codes: VariableSpec) -> VariableSpec:
-    """Returns the VariableSpec of the scales [..., 1] of `Bytes` for the VariableSpec of the codes [..., n]."""
+    """Returns the VariableSpec of `Bytes.scale_8bit`, given that of `Bytes.codes_8bit`."""
     return dataclasses.replace(
         codes,
         path=codes.path.removesuffix(CODES) + SCALE,
@@ -270,7 +270,7 @@ def decode(x: jax.Array | Bytes) -> jax.Array:
 def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: bool) -> jax.Array:
     """Returns the levels (int32 magnitude codes, without sign) of an array, rounded stochastically.
 
-    The function computes no logarithms: the compiler's logarithm differs for the last elements of an array, so results would
+    The function computes no logarithms: compiled logarithms round the last elements of an array differently, so results would
     depend on the mesh.
 
     Args:
@@ -308,7 +308,7 @@ def _most(signed: bool) -> int:
 
 
 def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None) -> jax.Array:
-    """Returns random bits, uint32 [*shape]: each element's hash (MurmurHash3's finaliser, twice) of path, step and index."""
+    """Returns random bits, uint32 [*shape]: each element's hash (MurmurHash3's finalizer, twice) of path, step and index."""
     index = jnp.full(shape, 0 if row is None else row, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)

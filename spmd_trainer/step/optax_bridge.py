@@ -141,17 +141,17 @@ def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> opti
 def derived_specs(
     grad_tx: Any, var_weight_hparams: Any, declared: Mapping[str, base_layer.WeightHParams] | None = None
 ) -> Any:
-    """Derives the sharding of the state of a transformation without `init_partition_spec`.
+    """Derives the sharding of an optimizer state if its transformation has no `init_partition_spec`.
 
     Args:
       grad_tx: a transformation with optax' `init`.
       var_weight_hparams: WeightHParams of the variables.
-      declared: {'name of the array/path of the variable': WeightHParams} of arrays that are not split like their variable.
+      declared: {'name of the array/path of the variable': WeightHParams} of arrays that are not sharded like their variable.
 
     Returns:
-      WeightHParams in the structure of `grad_tx.init(vars)`. An array of the state is split like a variable if its path contains
-      the variable's path and it has the variable's shape. Arrays in `declared` have the WeightHParams given there. All others
-      are replicated: counters, and arrays of another shape, such as factored moments.
+      WeightHParams in the structure of `grad_tx.init(vars)`. A state array is sharded like a variable if its path contains the
+      variable's path and it has the variable's shape. Arrays in `declared` have the WeightHParams given there. All others are
+      replicated: counters, and arrays whose shape differs from their variable's, such as factored moments.
     """
     shapes = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), var_weight_hparams
@@ -179,7 +179,8 @@ def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) ->
       variables: the paths of the variables.
 
     Returns:
-      The path in `variables` that occurs inside `path` and ends last, the longest of several that end there; None if none does.
+      The path in `variables` that is part of `path`; None if there is none. Of several, the one that ends last is returned, and
+      of several that end there, the longest.
     """
     parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
     return next((path[start:end] for start, end in parts if path[start:end] in variables), None)
@@ -216,7 +217,7 @@ def keeps_schedule_free(opt_states: Any) -> bool:
 
 
 def extract_schedule_free(opt_states: Any, mdl_vars: Any) -> Any:
-    """Returns the variables to evaluate with optax' `schedule_free`: the averaged variables x. (Training uses the variables y.)
+    """Returns the averaged variables x of optax' `schedule_free`, for evaluation. (Training uses the variables y.)
 
     Args:
       opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.

@@ -104,7 +104,7 @@ def _scalar(what: str, value: Any) -> jax.Array:
 
 
 class SummaryNames:
-    """Names of a step's summaries, in the order of the values. All steps share one instance, which caches look-ups of names."""
+    """The names of a step's summaries, in the order in which their values are packed. All steps share one instance."""
 
     def __init__(self, names: Sequence[str] = ()):
         self.names = tuple(names)
@@ -171,7 +171,7 @@ class Scalars(Mapping[str, float]):
         return repr(self._by_name)
 
     def summaries_called(self, last_part: str) -> list[float]:
-        """Returns the summaries whose name has `last_part` after the last '/', of all layers and optimizers."""
+        """Returns the summaries of all layers and optimizers whose names have `last_part` after the last '/'."""
         return [self._values[index] for index in self._names.indices_of(last_part)]
 
 

@@ -1,6 +1,6 @@
 """`Partitioner`, the base class of partitioners. `setup` makes the `Layout` of a task, `partition` makes a `CompiledStep`.
 
-`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` are its subclasses; write your own partitioner as another subclass. An
+`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` are its subclasses; you can write your own subclass too. An
 experiment's `partitioner()` returns a partitioner.
 """
 
@@ -38,7 +38,7 @@ class Partitioner(abc.ABC):
 
     Attributes:
       layout: shapes and shardings of the task's variables and batches; set by `setup`.
-      num_minibatches, elastic, elastic_batch: see the constructor.
+      num_minibatches, elastic, elastic_batch: the arguments of the constructor.
     """
 
     layout: Layout
@@ -58,9 +58,10 @@ class Partitioner(abc.ABC):
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
           num_minibatches: number of minibatches into which a train step divides the global batch, or each device's rows.
-          elastic: True if the run asks its experiment after each step which devices are available, and continues on those.
-          elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
-            times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
+          elastic: True if the run calls the experiment's `available_devices` after each step, and continues on those devices.
+          elastic_batch: what an elastic run does if 1 / n of its devices remain. 'whole': each device processes n times as many
+            rows at once. 'accumulate': each device has n times as many minibatches. 'scale': the global batch has 1 / n of its
+            rows, and the learning rate stays the same.
 
         Raises:
           ValueError: a setting has an unknown value.
@@ -172,7 +173,7 @@ class Partitioner(abc.ABC):
         return dict(self.mesh.shape)
 
     def init_fn(self, *, with_opt_states: bool = True) -> jax.stages.Wrapped:
-        """Returns the jitted initialiser: PRNG key -> padded, sharded state. No device holds a whole split variable.
+        """Returns the jitted initializer: PRNG key -> padded, sharded state. No device holds all of a sharded variable.
 
         Values depend only on the key, not on the mesh.
         """
@@ -194,7 +195,7 @@ class Partitioner(abc.ABC):
 
 
 def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, sizes: Mapping[str, int]) -> list[str]:
-    """Returns a sentence for each batch dimension that its mesh axes don't divide: what padding costs, and which sizes need none.
+    """Returns a warning for each batch dimension that its mesh axes don't divide, with the cost of padding and sizes that fit.
 
     Args:
       inputs: ShapeDtypeStructs of the global batch.

@@ -53,7 +53,7 @@ def create_partitioner(
 
     Args:
       jax_task: not used; `setup` takes the task.
-      init_is_eval: not used; `task.train.always_use_train_for_model_init` decides how variables are initialised.
+      init_is_eval: not used; `task.train.always_use_train_for_model_init` decides how variables are initialized.
       reshard_inputs: not used; inputs are always resharded by `task.train.inputs_split_mapping`.
       auto_sharding_mode: must be None.
       auto_sharding_input_params: must be None.

@@ -1,14 +1,14 @@
-"""Analyses how a jaxpr uses the results of matrix products, to find routers and the dimensions that count experts.
+"""Analyzes how a jaxpr uses the results of matrix products, to find routers and the dimensions of weights that index experts.
 
 `matrix_uses` follows weights to their products. This module follows a product's result until the next product reads it. For each
-dimension of an array it tracks the variable dimensions with the same index, called the columns of the dimension:
+dimension of an array, it tracks the variables' dimensions that have the same index, called the columns of the array's dimension.
+For example, the last dimension of `x @ w` has the column ('w', 1). The analysis finds:
 
-- A matrix routes (belongs to a router) if a softmax, top_k, sort or argmax over its columns reads the results of its products.
-- Two dimensions are aligned if an operation or a product pairs them element by element. A dimension of a weight that is aligned
-  with the columns of a router counts experts.
-- A column dimension is read one by one if the program reads single indices of it, such as the queries, keys and values of one
-  product.
-- A matrix may route if a sigmoid of its products' results scales whole vectors. (A sigmoid alone may be a feed-forward gate.)
+- routers: a softmax, top_k, sort or argmax over the columns of a router reads the results of its products. A matrix may also be a
+  router if a sigmoid of its products' results scales whole vectors. (A sigmoid alone may be a feed-forward gate.)
+- aligned dimensions, which an operation or a product pairs element by element. A weight's dimension that is aligned with a
+  router's columns indexes experts.
+- columns that are read one by one: the program slices single indices, such as queries, keys and values from one product.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _BY_ELEMENT = ELEMENTWISE | _KEEP_FUNCTION | {"sort", "cumsum"}
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """The dimensions of a variable by their role in a matrix product.
+    """The roles of a variable's dimensions in a matrix product.
 
     Attributes:
-      stack: dimensions that index matrices: stacked layers, or batch dimensions of the product.
+      stack: dimensions that index separate matrices: stacked layers, or batch dimensions of the product.
       inputs: dimensions that the product contracts (rows).
       outputs: dimensions that the product's result keeps (columns).
     """
@@ -51,21 +51,21 @@ class MatrixDims:
 
 @dataclasses.dataclass
 class Uses:
-    """The uses of one variable in a program. "The products" are the matrix products that read the variable.
+    """How a program uses one variable. "The products" are the matrix products that read the variable.
 
     Attributes:
       rank: number of dimensions of the variable.
-      products: the roles of the variable's dimensions (rows, columns or stack) in the products; equal entries are listed once.
-      others: names of other operations that read the variable.
+      products: the roles of the variable's dimensions in the products. Products with the same roles share one entry.
+      others: names of all other operations that read the variable.
       is_lookup: True if the other operand of a product is a one-hot array, so that the product looks up rows.
-      is_read_on: True if the other operand of a later product, possibly in another layer, is computed from the products' results.
-      routes: True if a softmax, top_k, sort or argmax reads the products' results.
+      is_read_on: True if a later product of a variable, possibly in a different layer, depends on the products' results.
+      routes: True if a softmax, top_k, sort or argmax reads the products' results, as in a router.
       may_route: True if a sigmoid of the products' results scales whole vectors, as a router's weights scale experts' outputs.
-      aligned: {dimension: variable dimensions that the program pairs with it element by element}.
-      heads: dimensions that count attention heads: a product of two activations is separate for each index of the dimension.
-      one_by_one: dimensions that the program slices to a single index in the products' results, e.g. to get queries from
-        joined queries, keys and values.
-      elsewhere: dimensions whose analysis ends at a kernel, a loop or an unknown operation.
+      aligned: {dimension: columns, of this and other variables, that the program pairs with it element by element}.
+      heads: dimensions that index attention heads, because each of their indices has a separate product of two activations.
+      one_by_one: dimensions from which the program slices single indices in the products' results, e.g. to separate joined
+        queries, keys and values.
+      elsewhere: dimensions that the analysis can't follow any further, because of a kernel, a loop or an unknown operation.
     """
 
     rank: int
@@ -82,22 +82,22 @@ class Uses:
 
     @property
     def fits(self) -> bool:
-        """True if only matrix products read the variable, all with the same roles of its dimensions."""
+        """True if only matrix products read the variable, and its dimensions have the same roles in all of them."""
         return len(self.products) == 1 and not self.others
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Facts about an array that is computed from results of matrix products.
+    """What is known about an array that is computed from results of matrix products.
 
     A column is one dimension of one variable: (path of the variable, dimension).
 
     Attributes:
-      columns: for each dimension of the array, the columns with the same index as this dimension; () if none are known.
-      of: paths of variables. The array is computed from the results of their products, without another product in between.
+      columns: for each dimension of the array, the columns that have the same index; () if none are known.
+      of: paths of the variables from whose products the array is computed, without a further product in between.
       function: 'exp' or 'logistic' if the array is this function of products' results, else ''.
-      chosen: (column, size of its dimension) for each column of an array from which a top_k, sort, argmax or argmin chose. A
-        later dimension of this size without columns, such as that of one-hot vectors of the choice, gets these columns.
+      chosen: (column, size of its dimension) for each column of an array from which a top_k, sort, argmax or argmin chose. If a
+        later array, such as one-hot vectors of the choice, has a dimension of this size without columns, it gets this column.
     """
 
     columns: Columns = ()
@@ -110,12 +110,12 @@ NOTHING = Result()
 
 
 def of_weight(path: str, dims: dims_lib.Dims) -> Result:
-    """Returns the `Result` of a weight: the columns of each dimension are its `Dim.origins` in the variable `path`."""
+    """Returns the `Result` of a weight. The columns of a dimension are its `Dim.origins`, as dimensions of the variable."""
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 
 def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
-    """Returns the `Result` of a `dot_general`, and records in `notes` the columns that the product aligns.
+    """Returns the `Result` of a `dot_general`. Records in `notes` which columns the product pairs element by element.
 
     Args:
       eqn: the equation of the jaxpr.
@@ -138,7 +138,7 @@ def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) ->
 
 
 def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> list[Result]:
-    """Returns the `Result`s of an operation that reads no weights, and records in `notes` the uses that the operation shows.
+    """Returns the `Result`s of an operation that reads no weights. Records in `notes` the uses that the operation shows.
 
     Arguments as for `of_product`.
     """
@@ -179,7 +179,7 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]
 
 
 def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]:
-    """Yields the paths in `of` whose columns an operation sums or chooses over, and those whose columns are unknown."""
+    """Yields the variables in `of` if an operation sums or chooses over a column of theirs, or if their columns are unknown."""
     params, groups = eqn.params, _columns(value, eqn.invars[0])
     last = params.get("dimension", params.get("reduction_dimension", params.get("axis", len(groups) - 1)))
     over = {path for i in params.get("axes", (last,)) for path, _ in groups[i]}
@@ -209,7 +209,7 @@ def _columns(value: Result, var: Any) -> Columns:
 
 
 def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
-    """Returns the columns of output `number` of an operation; None for unknown operations."""
+    """Returns the columns of the output with index `number`; None if the operation is unknown."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[number].aval.shape
     first = _columns(values[0], eqn.invars[0])
     if name in _BY_ELEMENT:
@@ -239,7 +239,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
 
 
 def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
-    """Yields the operands whose elements scale whole vectors: a dimension after their columns is broadcast from size 1."""
+    """Yields the operands whose elements scale whole vectors: a dimension behind their columns is broadcast from size 1."""
     made = eqn.outvars[0].aval.shape
     last = max((i for i, group in enumerate(columns) if group), default=len(columns))
     for value, var in zip(values, eqn.invars, strict=True):
@@ -254,7 +254,7 @@ def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[
 
 
 def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Column, int]]) -> Columns:
-    """Returns `columns` with each dimension that has no columns filled by the columns in `chosen` that have its size."""
+    """Returns `columns`, in which each dimension without columns gets those columns in `chosen` that have its size."""
     return tuple(
         group or frozenset(column for column, count in chosen if count == size)
         for group, size in zip(columns, shape, strict=True)
@@ -274,7 +274,7 @@ def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Map
 
 
 def leave(value: Result, notes: Mapping[str, Uses]) -> None:
-    """Records in `Uses.elsewhere` that the analysis of a value's columns ends at an operation that it can't follow."""
+    """Records a value's columns in `Uses.elsewhere`, because an operation that reads the value can't be analyzed."""
     for path, dim in frozenset().union(*value.columns):
         notes[path].elsewhere.add(dim)
 

@@ -1,6 +1,6 @@
-"""Learning-rate schedules in addition to praxis', for a praxis optimizer's `lr_schedule`; they multiply its `learning_rate`.
+"""Learning-rate schedules in addition to praxis', for a praxis optimizer's `lr_schedule`. They multiply its `learning_rate`.
 
-For inverse square root use praxis' `LinearRampupSqrtDecay`, for a cosine after a warm-up `LinearRampupCosineDecay`. The fields
+For inverse square root decay, use praxis' `LinearRampupSqrtDecay`; for cosine decay, its `LinearRampupCosineDecay`. The fields
 of all schedules can be overridden, e.g. `--fdl.set=task.train.learner.optimizer.lr_schedule.decay_steps=5000`.
 """
 
@@ -25,7 +25,7 @@ _DECAYS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
-    """Linear warm-up from 0 to 1, then constant 1, then decay to `min_ratio`, which stays constant afterwards.
+    """Linear warm-up from 0 to 1, then constant 1, then decay to `min_ratio`, then constant.
 
     A run may be continued from a checkpoint before the decay, with a longer plateau. Published in MiniCPM (Hu et al. 2024,
     arXiv:2404.06395). The decay 'sqrt', 1 - sqrt(fraction of the decay steps), is from Hägele et al. 2024 (arXiv:2405.18392).
@@ -66,12 +66,13 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
     """Piecewise linear interpolation of values over the number of tokens that the model has been trained on.
 
-    The schedule is constant before the first and after the last number of tokens. Two values at the same number make a jump.
+    The schedule is constant before the first and after the last number of tokens. It jumps at a number that occurs twice.
 
     Attributes:
       tokens: ascending numbers of tokens at which `values` are given.
       values: the schedule's value at each number of tokens.
-      tokens_per_step: tokens in a global batch with padding (rows times length); with a `batch_ramp`, {first step: tokens}.
+      tokens_per_step: tokens in a global batch, including padding: rows times length. If they change during the run (with a
+        `batch_ramp`), {first step: tokens per step from this step on}.
     """
 
     tokens: Sequence[float] = ()
@@ -110,8 +111,8 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
     def _by_steps(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the training steps at which the schedule's slope changes, ascending, and its values there, both float64.
 
-        The interpolation is over steps, because numbers of tokens exceed int32, and float32 holds them less exactly. The slope
-        over steps also changes where the tokens per step change.
+        The interpolation is over steps, because numbers of tokens exceed int32, and float32 rounds them. The slope over steps
+        also changes at steps where the number of tokens per step changes.
         """
         begins, sizes = (np.array(one, np.float64) for one in zip(*self.step_sizes.items(), strict=True))
         before = np.append(0.0, np.cumsum(sizes[:-1] * np.diff(begins)))

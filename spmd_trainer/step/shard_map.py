@@ -7,19 +7,19 @@ contains these collectives:
 
 - with 'dp' (parameters replicated): one all-reduce per step, of all gradients and metrics together, for any number of
   minibatches. (The compiler may split it if it exceeds the compiler's limit for combined collectives.)
-- with 'fsdp' (parameters of at least `min_weight_size` elements split over `axis_name`): for each use of a split parameter, one
-  all-gather in the forward pass, another in the backward pass if the parameter is gathered again instead of kept, and one
-  reduce-scatter of its gradient; and one all-reduce of all other gradients and the metrics. The collectives of a repeated layer
-  are in the body of its loop, executed once per layer.
+- with 'fsdp' (parameters of at least `min_weight_size` elements sharded over `axis_name`): for each use of a sharded parameter,
+  one all-gather in the forward pass, a second one in the backward pass if the parameter is gathered again instead of kept, and
+  one reduce-scatter of its gradient. All other gradients and the metrics share one all-reduce. The collectives of a repeated
+  layer are in the body of its loop, which runs once per layer.
 
-With `gather='layer'` a parameter is gathered where its layer reads it (`GatheredOnUse`). In a model that rematerialises
+With `gather='layer'` a parameter is gathered where its layer reads it (`GatheredOnUse`). In a model that rematerializes
 blocks itself (praxis' repeated layers, or other models with `remat=True`) the gathered copy is freed when the block ends;
 parameters outside these blocks (embedding, softmax) stay gathered from their first use to their last use in the backward
-pass. A model without rematerialisation runs under a `jax.checkpoint` policy that does not keep gathered parameters for
+pass. A model without rematerialization runs under a `jax.checkpoint` policy that does not keep gathered parameters for
 the backward pass, and recomputes only these and plain data movement. (Outside loops, the CPU compiler undoes this: it
 merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` all parameters are gathered once per step and
-unsplit gradients are accumulated: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches.
-The peak memory then includes the whole model and its gradients.
+the gradients of whole parameters are accumulated: one all-gather and one reduce-scatter per parameter and step, for any number of
+minibatches. The peak memory then includes the whole model and its gradients.
 
 praxis and Flax Linen fetch a parameter where a layer reads it. An NNX module holds its parameters, and functions get them as
 arguments, so `NnxModel` and `FunctionModel` gather all parameters before the module runs, and the sharding report says so. The
@@ -27,7 +27,7 @@ compiler may move a gather to the parameter's first use. But layers that are sta
 parameters of an `nnx.remat` block stay gathered until its backward pass. For large models of these kinds, use `PjitPartitioner`.
 
 The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. Functions of the rows other
-than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch on one device, as is
+than weighted means (batch normalization, load-balancing losses of experts) see the rows of one minibatch on one device, as is
 usual in data-parallel training. A metric whose weight is constant is averaged over all minibatches and devices.
 """
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 class ShardMapPartitioner(Partitioner):
     """Partitions a task's train and eval steps with `jax.shard_map`; the compiler partitions decoding.
 
-    The batch is split over all axes of the mesh. Split mappings of layers and the task's `sharding_strategy` and
+    The batch is sharded over all axes of the mesh. The layers' split mappings, the task's `sharding_strategy` and its
     `inputs_split_mapping` have no effect on training and evaluation. The sharding report gives the reason for each variable's
     sharding. Dropout masks differ between devices, and so depend on the mesh. See `Partitioner` for attributes and methods.
     """
@@ -81,8 +81,8 @@ class ShardMapPartitioner(Partitioner):
         """Stores the settings. The module's docstring explains their effects.
 
         Args:
-          sharding: 'dp' (replicated parameters) or 'fsdp' (split parameters).
-          axis_name: the mesh axes over which 'fsdp' splits parameters; None for all axes of the mesh.
+          sharding: 'dp' (replicated parameters) or 'fsdp' (sharded parameters).
+          axis_name: the mesh axes over which 'fsdp' shards parameters; None for all axes of the mesh.
           min_weight_size: 'fsdp' replicates parameters with fewer elements than this.
           num_minibatches: number of minibatches into which each device divides its rows; they are computed one after the other.
           gather: 'fsdp' gathers parameters where a layer reads them ('layer'), or all of them once per step ('step'). None:
@@ -125,7 +125,6 @@ class ShardMapPartitioner(Partitioner):
             )
 
     def _plan(self, layout: LogicalLayout, mesh: Mesh) -> NestedVariableSpec:
-        """Returns a VariableSpec for each variable of the model."""
         task, hparams, sizes = layout.task, layout.var_weight_hparams, dict(mesh.shape)
         shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams)
         if task.lora is not None and task.lora.rank_axis is not None:
@@ -163,7 +162,7 @@ class ShardMapPartitioner(Partitioner):
         return plan
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
-        """See `Partitioner.partition`. The step's `grad_fn` or `eval_fn` runs `shard_map_passes` on the padded arrays.
+        """See `Partitioner.partition`. The step's `grad_fn` or `eval_fn` is a function from `shard_map_passes`.
 
         Raises:
           ValueError: the job has several processes, and the device count doesn't divide the rows.

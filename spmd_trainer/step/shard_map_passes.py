@@ -1,7 +1,7 @@
 """Forward and backward pass of a step on each device's own rows, with all communication between devices written out.
 
-`gradients` and `evaluate` are versions of `grad_fn` and `eval_fn` of `step_fns.py` for padded variables and inputs; read
-`gradients` first. The docstring of `shard_map.py` lists the collectives in them, and says when to use them.
+`gradients` and `evaluate` serve as `grad_fn` and `eval_fn` of the steps in `step_fns.py`, for padded variables and inputs. Read
+`gradients` first. The docstring of `shard_map.py` lists the collectives in both functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PassSettings:
     """Settings of the forward and backward pass, fixed when a step is partitioned.
 
     Attributes:
-      layout: the layout of the state; the batch is split over the whole mesh.
+      layout: the layout of the state; the batch is sharded over the whole mesh.
       num_rows: rows of the global batch without padding.
       num_minibatches: number of minibatches into which each device divides its rows in training.
       gather_on_use: in training, gather parameters where a layer reads them (True), or all of them once per step (False).
@@ -70,7 +70,7 @@ def gradients(
       inputs: the padded global batch.
 
     Returns:
-      The same as `step_fns.gradients`. Gradients have logical (unpadded) shapes, and are split like their variables.
+      The same as `step_fns.gradients`. Gradients have logical (unpadded) shapes, and are sharded like their variables.
     """
     layout = settings.layout
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
@@ -152,9 +152,9 @@ def evaluate(
 
 
 def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns `run(mdl_vars, inputs, key)` under `jax.shard_map`, with a different key on each device.
+    """Returns the function `run(mdl_vars, inputs, key)` under `jax.shard_map`, with a different key on each device.
 
-    `out_specs` are the PartitionSpecs of all results but the last, which is split by rows.
+    `out_specs` are the PartitionSpecs of all results but the last, whose rows are sharded over all mesh axes.
     """
 
     def on_each_device(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> Any:
@@ -186,12 +186,12 @@ def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> Nest
 def _gathered(
     settings: PassSettings, mdl_vars: NestedJTensor, excluded: PyTree, trainable: NestedVariableSpec
 ) -> tuple[NestedJTensor, VarsFn, VarsFn]:
-    """Gathers the trainable parameters, or leaves them split if `settings.gather_on_use` is True.
+    """Gathers the trainable parameters, or leaves them sharded if `settings.gather_on_use` is True.
 
     Returns:
-      The parameters to differentiate with respect to.
-      A function that reduce-scatters their gradients; with `gather_on_use`, it returns them unchanged.
-      A function to call on the variables before the forward pass: `_gather_on_use`, or else one that changes nothing.
+      (params, reduce_scatter, prepare). `params` are the parameters to differentiate with respect to. `reduce_scatter` takes
+      their gradients, and `prepare` takes the variables before the forward pass. With `gather_on_use`, `reduce_scatter` changes
+      nothing, and `prepare` is `_gather_on_use(settings)`. Without it, `prepare` changes nothing.
     """
     shards = masks.mask_out(mdl_vars, excluded)
     if settings.gather_on_use:
@@ -207,12 +207,12 @@ def _gathered(
 
 
 def _gather_on_use(settings: PassSettings) -> VarsFn:
-    """Returns a function that boxes each shard of a split variable, so that a layer that reads it gets the gathered variable."""
+    """Returns a function that boxes each shard of a sharded variable. A layer that reads the box gets the gathered variable."""
     return lambda mdl_vars: jax.tree.map(GatheredOnUse.box, mdl_vars, settings.variables)
 
 
 def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> NestedJTensor:
-    """Averages the floats that the forward pass wrote, over the devices where `real` is 1.0. Integers pass unchanged."""
+    """Makes the written floats equal on all devices: averages them over the devices where `real` is 1.0. Keeps integers."""
     leaves, treedef = jax.tree.flatten(new)
     floats = [i for i, leaf in enumerate(leaves) if not is_integer(leaf)]
     if floats:
@@ -224,10 +224,10 @@ def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> Nested
 
 
 def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> tuple[int, int]:
-    """Divides each device's rows into the requested number of minibatches, or more if a minibatch would mix rows and padding.
+    """Divides each device's rows into `requested` minibatches, or into more if a minibatch would mix rows with padding.
 
     Returns:
-      The number of minibatches on each device, and the rows of each.
+      The number of minibatches on each device, and the number of rows in each minibatch.
 
     Raises:
       ValueError: `requested` doesn't divide a device's rows.

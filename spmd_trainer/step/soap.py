@@ -1,4 +1,4 @@
-"""SOAP: updates a model's matrices by Adam in the eigenbases of Shampoo's preconditioners, all other variables by plain Adam.
+"""SOAP: updates a model's matrices by Adam in the eigenbases of Shampoo's preconditioners, and other variables by plain Adam.
 
     learner.optimizer = Config(st.Soap, learning_rate=3e-3, lr_schedule=..., weight_decay=0.01)
 
@@ -47,7 +47,7 @@ class Soap(MatrixOptimizer):
     transposed), and N is Adam's step for the rotated gradient QL' G QR. Adam's first moment is stored unrotated, its second
     moment rotated. Bases are replaced every `precondition_frequency` steps, by one power iteration and a QR decomposition.
 
-    As in the published code, the first step only initialises averages and bases and does not change matrices, so that no gradient
+    As in the published code, the first step only initializes averages and bases and does not change matrices, so that no gradient
     is rotated into its own basis. Bases are replaced at the end of a step. Unlike the published code, epsilon is added to the
     root of the second moment after bias correction, as in optax' Adam.
 
@@ -72,11 +72,7 @@ class Soap(MatrixOptimizer):
     max_precond_dim: int = 10_000
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          UserError: a field has an unknown value, or two fields contradict each other.
-        """
+        """Checks the fields. Errors as in `MatrixOptimizer.__post_init__`."""
         super().__post_init__()
         for name in ("beta1", "beta2", "shampoo_beta"):
             value = getattr(self, name)
@@ -95,7 +91,7 @@ class Soap(MatrixOptimizer):
         return {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x), **squares}
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
-        """Returns WeightHParams of preconditioners, split over the axes of their variable. See `MatrixOptimizer.part_hparams`."""
+        """Returns WeightHParams of preconditioners, sharded over their variable's axes. See `MatrixOptimizer.part_hparams`."""
         found, choices = {}, self.choices(var_weight_hparams)
         for path, p in masks.with_paths(var_weight_hparams):
             if (matrix := choices[path].matrix) is None:
@@ -151,10 +147,11 @@ class Soap(MatrixOptimizer):
 
         Args:
           count: int32 scalar, the number of training steps before this one.
-          batch: gradient, first moment and second moment [N, m, n] of N matrices; for each rotated side, average and basis.
+          batch: `arrays` are gradient, first moment and second moment [N, m, n] of N matrices. `of_rows` and `of_cols` are the
+            average and the basis of that side; they are empty if the side is not rotated.
 
         Returns:
-          The step and the new second moment; for each rotated side, the new average and basis.
+          `arrays` are the step and the new second moment. `of_rows` and `of_cols` are the new averages and bases.
         """
         steps = jnp.maximum(count, 1).astype(jnp.float32)
         (g, m, v), rows, cols = batch.arrays, batch.of_rows, _transposed(batch.of_cols)
@@ -182,13 +179,13 @@ class Soap(MatrixOptimizer):
 
 
 def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Returns the arguments with the eigenvectors of the averages as bases, in descending order of eigenvalues."""
+    """Makes the first bases: the eigenvectors of the averages, in descending order of eigenvalues. Returns `v` unchanged."""
     rows, cols = (side and (side[0], jnp.flip(jnp.linalg.eigh(side[0])[1], axis=-1)) for side in (rows, cols))
     return v, rows, cols
 
 
 def _replaced(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Returns the arguments with new bases, by a power iteration, and `v` reordered like the vectors of the bases."""
+    """Replaces the bases by one power iteration, and reorders the second moment `v` like the new basis vectors."""
     rows, v = _iterated(rows, v)
     cols, turned = _iterated(cols, v.mT)
     return turned.mT, rows, cols

@@ -1,6 +1,6 @@
 """Makes the initial train state, and the `VariableSpec` (shape, dtype, sharding, padding) of each of its arrays.
 
-`build` evaluates the initialisation abstractly. Initialisation uses only logical shapes; it does not depend on mesh, padding or
+`build` evaluates the initialization abstractly. Initialization uses only logical shapes; it does not depend on mesh, padding or
 devices.
 """
 
@@ -54,8 +54,8 @@ def build(
     """Returns the WeightHParams of all variables, and the VariableSpec (sharding, padding, reason) of each train state array.
 
     A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
-    without a strategy the variable is replicated. Optimizer states are split like their variable, and adapters (`task.lora`) like
-    the weight to which they are added.
+    without a strategy the variable is replicated. Optimizer states are sharded like their variable, and adapters (`task.lora`)
+    like the weight to which they are added.
 
     Args:
       task: the built task.
@@ -123,7 +123,7 @@ def _matrix_notes(
     opt_states: PyTree,
     with_uses: Callable[[], NestedWeightHParams],
 ) -> dict[str, str]:
-    """Returns notes for the sharding report on a matrix optimizer's variables. Checks optax' Muon, if that is the optimizer.
+    """Returns texts for the sharding report about a `MatrixOptimizer`'s variables. If the optimizer is optax' Muon, checks it.
 
     Args:
       task: the task.
@@ -132,7 +132,7 @@ def _matrix_notes(
       with_uses: returns the WeightHParams with notes on each variable's use (`matrix_dims.with_uses`).
 
     Returns:
-      {end of a first moment's path: note}, see `matrix_dims.log_choices`; empty without a `MatrixOptimizer`.
+      {end of the path of a first moment: text} from `matrix_dims.log_choices`; empty without a `MatrixOptimizer`.
 
     Raises:
       ValueError: the task uses muP and optax' Muon.
@@ -161,7 +161,7 @@ def _record(
 def variables_initialiser(
     task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct
 ) -> Callable[[jax.Array], NestedJTensor]:
-    """Returns a function that initialises the model's variables at logical (unpadded) shapes.
+    """Returns a function that initializes the model's variables at logical (unpadded) shapes.
 
     The function is jitted, so that computing shapes first and values later traces the model only once.
 
@@ -237,7 +237,7 @@ def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[Nest
 def _with_adapters(
     task: SingleTask, init_variables: Callable[[jax.Array], NestedJTensor], mesh: Mesh, plan: Plan | None
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Like `_planned`, for a model with adapters: plans the base model without them, and splits each adapter like its weight.
+    """Like `_planned`, for a model with adapters: plans the base model without them, and shards each adapter like its weight.
 
     Raises:
       ValueError: `task.lora.rank_axis` is not an axis of the mesh.
@@ -263,7 +263,7 @@ def _of_program(
     mesh: Mesh,
     read: Callable[[NestedWeightHParams, Callable[[NestedJTensor], Any]], Result],
 ) -> Result:
-    """Returns `read(hparams, forward)`, where `forward` is the model's forward pass in training: variables -> outputs."""
+    """Returns `read(hparams, forward)`. Its argument `forward` is the model's forward pass in training: variables -> outputs."""
 
     def forward(mdl_vars: NestedJTensor) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
@@ -280,7 +280,7 @@ def _check_rules(strategy: Strategy, variables: PyTree) -> None:
     """Warns about each rule of a sharding strategy that matches no variable.
 
     Raises:
-      ValueError: such a rule contains the report's prefix 'mdl_vars/', which the paths for rules don't have.
+      ValueError: a rule that matches no variable contains 'mdl_vars/', a prefix that paths have only in the sharding report.
     """
     paths = [path for path, _ in masks.with_paths(variables)]
     for number, (regex, _) in enumerate(strategy, start=1):
@@ -303,7 +303,7 @@ def _reason(hparams: base_layer.WeightHParams) -> str:
 def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams, notes: Mapping[str, str]) -> PyTree:
     """Returns the reason for the sharding of each array of an optimizer state.
 
-    `notes`: {end of an array's path: text to add}.
+    `notes` is {end of an array's path: text to append to the array's reason}.
     """
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
 
@@ -348,10 +348,10 @@ def _unmask(opt_hparams: NestedWeightHParams) -> NestedWeightHParams:
 def _apply_plan(
     planned: NestedVariableSpec, hparams: NestedWeightHParams, reasons: PyTree, mesh: Mesh, *, also_declared: bool
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Returns WeightHParams and reasons in which variables without a declared split mapping have the planned mapping.
+    """Returns the WeightHParams with the planned split mappings, and the reasons for each variable's mapping.
 
-    With `also_declared`, all variables have the planned mapping. If a plan omits the repeated dimensions of a repeated layer's
-    variable, the mapping of these dimensions stays as declared.
+    A variable with a declared mapping keeps it, unless `also_declared` is True. If the plan omits the repeated dimensions of a
+    repeated layer's variable, these dimensions keep the declared mapping.
     """
 
     def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[base_layer.WeightHParams, str]:

@@ -1,8 +1,8 @@
 """Tracks a weight's dimensions through transpositions, slices and reshapes, until a matrix product reads the weight.
 
-Each dimension of the weight is tracked by a name and by the variable's dimensions from which it comes. So the role of each
-variable dimension in the matrix product is known. Slices and reshapes are recorded as edits, which are then applied to the
-factors of adapters (`task.lora`) in the same way as to the weight.
+A weight is a variable, or a variable after such operations. A `Dim` records from which of the variable's dimensions a dimension
+of the weight comes. So the role of each variable dimension in the matrix product is known. Slices and reshapes are also recorded
+as edits, with which the same operations are later applied to the factors of adapters (`task.lora`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dim:
     """A dimension of a weight.
 
     Attributes:
-      name: unique among the weight's dimensions.
+      name: the dimension's name in edits, unique in the weight.
       origins: the variable's dimensions from which this dimension comes; empty for an added dimension of size 1.
     """
 
@@ -38,14 +38,14 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A recorded operation on a weight (an edit): slices the dimension `name`.
+    """An edit (a recorded operation on a weight) that slices one dimension.
 
     Attributes:
-      name: the dimension.
+      name: the name of the dimension.
       start: first index; None for a dynamic slice.
-      size: number of indices between start and end, before the stride.
+      size: end index minus start index, whatever the stride is.
       stride: distance between two indices.
-      operand: for a dynamic slice, the position of this dimension's start index among the operation's start indices.
+      operand: only for a dynamic slice: which of the operation's start indices is that of this dimension (0 for the first).
     """
 
     name: Name
@@ -57,14 +57,14 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """A recorded operation on a weight (an edit): removes the dimension `name`, of size 1."""
+    """An edit (a recorded operation on a weight) that removes the dimension `name`, whose size is 1."""
 
     name: Name
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """A recorded operation on a weight (an edit): reshapes adjacent dimensions `old` to dimensions `new` of these `sizes`."""
+    """An edit (a recorded operation on a weight) that reshapes the adjacent dimensions named in `old` to those in `new`."""
 
     old: tuple[Name, ...]
     new: tuple[Name, ...]
@@ -80,7 +80,7 @@ class Move:
 
     Attributes:
       dims: the dimensions of the result.
-      edits: the edits, in order, that do the same to an array with only some of the dimensions, such as an adapter's factor.
+      edits: the operations, in order, to repeat on an array with only some of the dimensions, such as an adapter's factor.
     """
 
     dims: Dims
@@ -188,7 +188,7 @@ def _reshape(dims: Dims, shape: Sequence[int], new: Sequence[int]) -> Move | Non
 
 
 def _group(old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int | None, int]:
-    """Returns the ends of the shortest `old[i:end]` and `new[j:end]` with equal products; the first is None if none exist."""
+    """Returns the ends of the shortest `old[i:end]` and `new[j:end]` with equal products. The first is None if there are none."""
     last, end = i + 1, j + 1
     while (have := math.prod(old[i:last])) != (want := math.prod(new[j:end])):
         if have < want:

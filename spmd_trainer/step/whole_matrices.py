@@ -1,17 +1,17 @@
-"""Applies functions to whole matrices of split variables: all-to-alls distribute the matrices over the devices.
+"""Applies functions to whole matrices of sharded variables: all-to-alls distribute the matrices over the devices.
 
 All matrices of equal shape form one batch, across variables and stacks; (m, n) and (n, m) count as equal. Each batch is divided
 over all devices of the mesh:
 
-- each replica of the variables takes its part of the batch;
-- one all-to-all, over the mesh axes that split the matrices, gives each device whole matrices;
+- the groups of devices that hold replicas of the variables divide the batch among them;
+- one all-to-all, over the mesh axes that shard the matrices, gives each device whole matrices;
 - the function computes on the whole matrices, without communication between devices;
 - one all-to-all returns the shards of the results, and one all-gather gives all replicas the whole batch.
 
-Companions of an array, such as its moments and the preconditioners of its rows and columns, are moved by the same all-to-alls.
+The same all-to-alls move a matrix's companions, such as its moments and the preconditioners of its rows and columns.
 
-Variables of equal shape that are split in different ways form separate batches (`_Group`). If the device count doesn't divide a
-batch, matrices of zeros are added.
+Variables of equal shape that are sharded in different ways form separate batches (`_Group`). If the device count doesn't divide
+a batch, matrices of zeros are added.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from spmd_trainer.step.product_results import MatrixDims
 
 
 class Family(NamedTuple):
-    """Arrays that belong to the same stack of matrices [m, n].
+    """A stack of [m, n] matrices, and its companions: arrays with a companion matrix for each matrix of the stack.
 
     Attributes:
-      arrays: the matrices themselves, and further arrays with an [m, n] matrix for each of them, such as moments.
+      arrays: the matrices themselves, and companions of the same shape, such as moments.
       of_rows: arrays with a square [m, m] matrix for each matrix of the stack.
       of_cols: arrays with a square [n, n] matrix for each matrix of the stack.
     """
@@ -63,8 +63,8 @@ class Matrices(NamedTuple):
       array: the array, of its logical shape.
       dims: the array's stack, row (input) and column (output) dimensions.
       spec: the array's PartitionSpec on the ambient mesh.
-      companions: `arrays` have the array's shape and spec; `of_rows` and `of_cols` have the shapes [*stack, m, m] and
-        [*stack, n, n] and are split over the axes that `square_axes` returns.
+      companions: `arrays` have the array's shape and spec. `of_rows` have the shape [*stack, m, m] and `of_cols` have the shape
+        [*stack, n, n]; both are sharded over the axes that `square_axes` returns.
     """
 
     array: jax.Array
@@ -81,11 +81,11 @@ class Matrices(NamedTuple):
 def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
 
-    The second-to-last dimension is split over the mesh axes of the variable's rows, the last dimension over those of its
+    The second-to-last dimension is sharded over the mesh axes of the variable's rows, the last dimension over those of its
     columns. So each device has the same fraction of the companion as of the variable.
 
     Args:
-      dims: the roles of the variable's dimensions.
+      dims: the variable's stack, row and column dimensions.
       axes: the mesh axes of each dimension of the variable.
     """
     sides = (tuple(axis for dim in side for axis in axes[dim]) for side in (dims.inputs, dims.outputs))
@@ -115,16 +115,16 @@ def apply_to_families(
     """Applies a function to every matrix and its companions.
 
     Args:
-      fn: a Family of batches [N, m, n], [N, m, m] and [N, n, n], with m <= n -> a Family of `num_arrays` batches [N, m, n] and
-        the same numbers of square batches as in its argument. It must treat each matrix separately, and return no NaN for a
-        family of zeros. It must commute with transposition, because matrices may be transposed: for transposed arrays and squares
-        and swapped `of_rows` and `of_cols`, it must return the transposed and swapped results.
-      given: the arrays, split over the ambient mesh. Without a mesh, `fn` runs on the local device.
+      fn: a Family of batches [N, m, n], [N, m, m] and [N, n, n], with m <= n -> a Family with `num_arrays` batches [N, m, n], and
+        with as many square batches as its argument has. It must treat each matrix separately, and return no NaN for a family of
+        zeros. Matrices may be transposed before `fn` gets them, so `fn` must commute with transposition: if all arrays are
+        transposed and `of_rows` and `of_cols` are swapped, the results must be transposed and swapped.
+      given: the arrays, sharded over the ambient mesh. Without a mesh, `fn` runs on the local device.
       dtype: dtype in which batches are communicated and given to `fn`.
       num_arrays: number of [N, m, n] batches that `fn` returns.
 
     Returns:
-      A family of results for each array, with the shapes and shardings of the given arrays, in `dtype`.
+      A Family of results for each array, with the shapes and shardings of the given arrays, in `dtype`.
 
     Raises:
       UserError: called under `jax.shard_map`, where devices have only shards of matrices.
@@ -167,7 +167,7 @@ def apply_to_families(
 
 
 class _Dim(NamedTuple):
-    """A dimension of a matrix, or adjacent dimensions merged into one: the mesh axes that split it, the number of shards, the
+    """A dimension of a matrix, or adjacent dimensions merged into one: the mesh axes that shard it, the number of shards, the
     size of a shard with padding, and the size of the whole dimension without padding."""
 
     axes: tuple[str, ...]
@@ -181,7 +181,7 @@ class _Block:
     """How a matrix is divided into the devices' shards.
 
     Attributes:
-      short, long: the dimensions of the matrix's shorter side, which comes first, and of its longer side.
+      short, long: the dimensions of the matrix's shorter side, and those of its longer side.
     """
 
     short: tuple[_Dim, ...]
@@ -199,13 +199,13 @@ class _Block:
 
     @property
     def squares(self) -> tuple[_Block, _Block]:
-        """The blocks of the square companions of the short and of the long side; both are split over the axes of both sides."""
+        """The blocks of the square companions for the short and for the long side, each sharded over the axes of both sides."""
         sizes = (math.prod(dim.size for dim in side) for side in (self.short, self.long))
         short, long = (_Block(*((_over_all(dims, size),) for dims in (self.short, self.long))) for size in sizes)
         return short, long
 
     def whole(self, x: jax.Array, share: int) -> jax.Array:
-        """Puts `share` matrices [share, short, long] together from all of their shards [shards * share, width]."""
+        """Puts whole matrices [share, short, long] together from their shards [shards * share, width]."""
         count = len(self.dims)
         x = x.reshape([*(dim.parts for dim in self.dims), share, *(dim.local for dim in self.dims)])
         x = x.transpose([count, *(axis for i in range(count) for axis in (i, count + 1 + i))])
@@ -214,7 +214,7 @@ class _Block:
         return x.reshape(share, *(math.prod(dim.size for dim in side) for side in (self.short, self.long)))
 
     def parts(self, x: jax.Array) -> jax.Array:
-        """Divides matrices into their shards; inverts `whole`."""
+        """Divides matrices into their shards; inverts the method `whole`."""
         share, count = len(x), len(self.dims)
         x = x.reshape(share, *(dim.size for dim in self.dims))
         x = _padded(x, (0, *(dim.parts * dim.local - dim.size for dim in self.dims)))
@@ -225,12 +225,12 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Matrices of equal shape that are split in the same way, with equally many companions of each kind.
+    """Matrices of equal shape that are sharded in the same way, with equally many companions of each kind.
 
     Attributes:
       block: the division of a matrix into shards.
-      counts: `Family.counts`, with the shorter side as rows.
-      replicas: the mesh axes that split neither matrices nor stacks.
+      counts: `Family.counts` of each member, if the shorter side counts as the rows.
+      replicas: the mesh axes that shard neither matrices nor stacks.
       num_replicas: product of the sizes of `replicas`.
     """
 
@@ -241,12 +241,12 @@ class _Group:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the matrices."""
+        """The mesh axes that shard the matrices."""
         return tuple(axis for dim in self.block.dims for axis in dim.axes)
 
     def there(self, pieces: jax.Array) -> Family:
-        """Exchanges this device's shards of all N families, [N, elements per shard], for n whole families: [n, short, long],
-        [n, short, short] and [n, long, long]. Runs under `jax.shard_map`.
+        """Returns n whole families, [n, short, long], [n, short, short] and [n, long, long], in exchange for this device's shards
+        of all N families, [N, elements per shard]. Runs under `jax.shard_map`.
         """
         num_parts = math.prod(dim.parts for dim in self.block.dims)
         share = -(-len(pieces) // (num_parts * self.num_replicas))
@@ -261,7 +261,7 @@ class _Group:
         return _family([block.whole(part, share) for block, part in zip(blocks, parts, strict=True)], self.counts)
 
     def back(self, found: Family) -> jax.Array:
-        """Inverts `there`: returns this device's shards of all families. Families added to fill up the batch are at the end."""
+        """Inverts the method `there`: returns this device's shards of all families. Added families of zeros are at the end."""
         blocks, arrays = self._blocks(found.counts), jax.tree.leaves(found)
         x = _side_by_side([block.parts(part) for block, part in zip(blocks, arrays, strict=True)])
         if self.axes:
@@ -279,10 +279,10 @@ class _Member:
 
     Attributes:
       number: the array's index among all arrays of `apply_to_families`.
-      order: the array's dimensions in the group's order: stacks, short side, long side.
-      turned: True if the array's columns are the short side.
+      order: the array's dimensions, reordered as the group needs them: stacks, short side, long side.
+      turned: True if this order transposes the matrices, because the array's columns are the short side.
       count: number of stacked matrices on a device.
-      shapes: shard shapes in the group's order: of the array, and of squares of the short and of the long side.
+      shapes: shapes of the reordered shards: of the array, of squares of its short side, and of squares of its long side.
     """
 
     number: int
@@ -298,7 +298,7 @@ class _Member:
         return _side_by_side([x.reshape(self.count, -1) for x in arrays])
 
     def put_back(self, pieces: jax.Array, counts: tuple[int, int, int]) -> Family:
-        """Inverts `pieces` for a device's shards of the results. `counts`: the results' `Family.counts` in the group."""
+        """Inverts the method `pieces`, for shards of the results. `counts`: the results' `Family.counts` in the group."""
         shapes = [shape for shape, count in zip(self.shapes, counts, strict=True) for _ in range(count)]
         columns = _columns(pieces, [math.prod(shape) // self.count for shape in shapes])
         parts = _family([x.reshape(shape) for x, shape in zip(columns, shapes, strict=True)], counts)
@@ -335,13 +335,13 @@ def _member(number: int, given: Matrices, spec: PartitionSpec, sizes: Mapping[st
 
 
 def _over_all(dims: Sequence[_Dim], size: int) -> _Dim:
-    """Returns a dimension of this size that is split over the mesh axes of all `dims`."""
+    """Returns a dimension of this size that is sharded over the mesh axes of all `dims`."""
     parts = math.prod(dim.parts for dim in dims)
     return _Dim(tuple(axis for dim in dims for axis in dim.axes), parts, -(-size // parts), size)
 
 
 def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
-    """Merges each unsplit dimension into the dimension before it."""
+    """Merges each dimension that isn't sharded into the dimension before it."""
     found: list[_Dim] = []
     for dim in dims:
         if found and dim.parts == 1:
@@ -357,7 +357,7 @@ def _kept(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> Partition
 
 
 def _specs(given: Matrices, spec: PartitionSpec, num_arrays: int) -> PyTree:
-    """Returns the PartitionSpecs of a family with `num_arrays` arrays of the matrices' shape, as a Family."""
+    """Returns a Family of PartitionSpecs: those of `num_arrays` arrays of the matrices' shape, and of the square companions."""
     _, num_rows, num_cols = given.family.counts
     square = PartitionSpec(*(over or None for over in square_axes(given.dims, axes_by_dim(spec, given.array.ndim))))
     specs: tuple[PyTree, ...] = ((spec,) * num_arrays, (square,) * num_rows, (square,) * num_cols)

@@ -1,4 +1,4 @@
-"""Checks before a run starts that its directories can be read and written, and explains failures."""
+"""Checks before a run starts that its directories can be read and written. Explains storage errors to users."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _ROLES = {
 def check_writable(name: str, path: epath.Path) -> None:
     """Checks that files can be written and deleted below a directory. Leaves no files behind.
 
-    On a file system, checks the permissions of the directory or its nearest existing parent. In an object store,
-    writes and deletes one tiny object: there is no other way to check permissions.
+    On a file system, checks the permissions of the directory or its nearest existing parent. In an object store, writes and
+    deletes one tiny object, because there is no other way to check permissions.
 
     Args:
       name: the flag or argument that gave the path, for messages, e.g. '--job_log_dir'.
@@ -102,7 +102,7 @@ def explained(name: str, path: epath.Path) -> Iterator[None]:
 def outages_explained(path: epath.Path) -> Iterator[None]:
     """Context manager that turns permanent storage errors (revoked credentials, deleted bucket, full disk) into a `UserError`.
 
-    Transient errors of object stores have been retried before. Errors of other kinds pass unchanged.
+    Transient errors of object stores have already been retried. All other errors pass through unchanged.
     """
     try:
         yield
@@ -147,7 +147,7 @@ def explain(path: epath.PathLike, error: BaseException) -> str | None:
 
 
 def explain_missing(path: epath.PathLike, error: BaseException) -> str | None:
-    """Returns a clause that says that the Hugging Face Hub doesn't have the repository or the revision of a missing path.
+    """Explains, as a clause, that the Hugging Face Hub doesn't have the repository or the revision of a missing path.
 
     Returns None if only the file is missing, or if the path is not on the Hub.
     """

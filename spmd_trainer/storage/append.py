@@ -1,8 +1,8 @@
 """Appends to files that grow during a run: metrics, event files, logs.
 
-Object stores can't append. There, a growing file is a series of objects, its parts: `NAME.part-000001-HOST-PID`, ... A
-process rewrites its newest part with the added bytes, and begins another part when that one is large, so that the bytes
-written stay in proportion to the file's size. `read_joined` joins the parts. Uploaded parts are complete even after a kill.
+Object stores can't append, so a growing file is stored there as a series of objects, its parts: `NAME.part-000001-HOST-PID`,
+... To append, a process rewrites its newest part. If this part is already large, the process begins a new part instead, so that
+rewriting stays cheap. `read_joined` joins the parts. Parts that have been uploaded are complete even if the process is killed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class GrowingFile(Protocol):
     """A file that is open for appending."""
 
     def write(self, data: bytes) -> None:
-        """Appends bytes. In an object store, others may see them only after `flush`.
+        """Appends bytes. In an object store, other processes may see them only after `flush`.
 
         Raises:
           OSError: the bytes can't be written. None of them were added, so the call can be repeated.
         """
 
     def flush(self) -> None:
-        """Makes all appended bytes visible to others.
+        """Makes all appended bytes visible to other processes.
 
         Raises:
           OSError: the bytes can't be written; they are kept for the next call.
@@ -52,8 +52,8 @@ def open_append(
     Args:
       path: the file.
       header: bytes with which the file begins; in an object store, with which each part begins.
-      separate_files: in an object store, name the parts like independent files ('NAME', 'NAME.000002', ...), for readers
-        that don't know parts, e.g. TensorBoard.
+      separate_files: in an object store, name the parts like independent files ('NAME', 'NAME.000002', ...), for programs that
+        don't join parts, e.g. TensorBoard.
       attempts: in an object store, maximum number of attempts per write; None for the default.
     """
     scheme = backends.scheme_of(path)
@@ -88,7 +88,7 @@ def parts(path: epath.Path) -> list[epath.Path]:
 
 
 class _LocalFile:
-    """A local file. It is opened and closed for every write, without buffering, so others see each write at once."""
+    """A local file. Each write opens it, appends without buffering, and closes it, so other processes see the bytes at once."""
 
     def __init__(self, path: epath.Path, header: bytes):
         self._path, self._header = path, header
@@ -114,7 +114,7 @@ class _LocalFile:
 
 
 class _Parts:
-    """The parts of a growing file in an object store that this process writes."""
+    """A growing file in an object store: the parts that this process writes."""
 
     def __init__(
         self, store: ObjectStore, path: epath.Path, header: bytes, *, separate_files: bool, attempts: int | None
@@ -161,7 +161,7 @@ class _Parts:
         return self._path.parent / name
 
     def _first_number(self) -> int:
-        """Returns one more than the highest number of an existing part. Host and process id distinguish concurrent writers."""
+        """Returns one more than the highest part number. Parts with the same number differ in the host or process id."""
         if self._separate_files:
             return 1
         numbers = [int(match["number"]) for part in parts(self._path) if (match := _PART.fullmatch(part.name))]

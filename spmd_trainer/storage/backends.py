@@ -1,11 +1,10 @@
-"""Chooses the implementation for each kind of path: the operating system, gcsfs for gs://, s3fs for s3://,
-huggingface_hub for hf://, which is only read.
+"""Chooses the library for each remote path: gcsfs for gs://, s3fs for s3://, and huggingface_hub for hf://, which is only read.
 
-All remote paths are `epath.Path`s of a class registered with epath, so that the trainer, Orbax and JAX's compilation
-cache share one choice. TensorStore has its own drivers for arrays; `prepare` and `kvstore` give them the same endpoints.
+All remote paths are `epath.Path`s of a class registered with epath, so that the trainer, Orbax and JAX's compilation cache use
+the same libraries. TensorStore has its own drivers for arrays; `prepare` and `kvstore` give them the same endpoints.
 
-These environment variables of the libraries have an effect: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and other AWS_
-variables (S3), HF_ENDPOINT and HF_TOKEN (Hugging Face Hub), and those for Google's and Amazon's credentials.
+Environment variables that these libraries read: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and other AWS_ variables (S3),
+HF_ENDPOINT and HF_TOKEN (Hugging Face Hub), and those for Google's and Amazon's credentials.
 """
 
 from __future__ import annotations

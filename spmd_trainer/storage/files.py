@@ -21,15 +21,15 @@ UNFINISHED_SUFFIX = ".writing"
 def check_target(name: str, path: epath.Path, example: str) -> None:
     """Checks the path of a file that the user wants written. Paths in object stores always pass.
 
-    The file's directory must exist: a missing directory is probably a typing error, so it is not created.
+    The file's directory must exist. A missing directory is probably a typing error, so it is not created.
 
     Args:
       name: the flag or argument that gave the path, for messages, e.g. '--page_file'.
       path: the file; if it exists, it must be a regular file.
-      example: a usual name of the file, for messages, e.g. 'run.html'.
+      example: an example of a file name, for messages, e.g. 'run.html'.
 
     Raises:
-      UserError: the file's directory doesn't exist; or the path is a directory, a named pipe, a socket or a device.
+      UserError: the file's directory doesn't exist, or the path is a directory, a named pipe, a socket or a device.
     """
     if paths.is_remote(path):
         return
@@ -46,11 +46,11 @@ def check_target(name: str, path: epath.Path, example: str) -> None:
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
     """Writes lines, given without line ends, into a text file. Creates the file's directory if it is missing.
 
-    The write is atomic, even if the machine loses power. On a file system, a temporary file is written and renamed. In an object
-    store, one put writes the object.
+    The write is atomic, even if the machine loses power. On a file system, a temporary file is written and renamed. In an
+    object store, one put writes the object.
 
     Raises:
-      OSError: the file can't be written, or is a device or a named pipe. The error names the file; its old content stays.
+      OSError: the file can't be written, or is a device or a named pipe. The error names the file, which keeps its old content.
     """
     if paths.is_remote(path):
         with path.open("w", encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
-    """Context manager: yields a temporary path beside `path`, then renames it to `path`; deletes it if the block raises."""
+    """Context manager that yields a temporary path next to `path`, then renames it to `path`; deletes it on an error."""
     # Threads may write the same file, and so may processes with equal ids in containers that share a disk.
     unfinished = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{UNFINISHED_SUFFIX}"
     try:
@@ -85,9 +85,9 @@ def replacing(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
-    """Writes as `write_atomically`, unless the file already has this content. Returns True if the file was written.
+    """Calls `write_atomically` unless the file already has this content. Returns True if the file was written.
 
-    In an object store, the file is always written: reading it first would cost another request.
+    In an object store, the file is always written, because reading it first would cost another request.
     """
     wanted = list(lines)
     if paths.is_remote(path):
@@ -123,7 +123,7 @@ def files_below(directory: epath.Path) -> dict[str, Entry]:
 
 
 def sizes_below(directory: epath.Path) -> dict[str, int]:
-    """Returns {path relative to the directory, with slashes: size in bytes}; otherwise as `files_below`."""
+    """Returns {path relative to the directory, with slashes: size in bytes}. Otherwise like `files_below`."""
     return {name: info.size for name, info in files_below(directory).items()}
 
 

@@ -1,6 +1,6 @@
-"""Parses JSON that others wrote or that may be damaged. Limits keep it from causing a traceback or taking all memory.
+"""Parses JSON that other programs wrote or that may be damaged on a disk. All such JSON is parsed by this module.
 
-This module parses all JSON from outside, and all JSON files of the trainer that may be damaged on a disk.
+Limits on size, nesting and numbers keep such JSON from causing a traceback or exhausting the memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Refused:
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file for `parse`. Reads at most one byte more of a local file than `parse` accepts.
+    """Returns a file's bytes for `parse`. If a local file is too large, returns just enough bytes for `parse` to refuse it.
 
     Raises:
       OSError: the file can't be read.
@@ -56,12 +56,12 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
 
     Args:
       content: the text.
-      finite: False accepts NaN and infinities, which Python writes into rows of data and into metrics.
-      unique: True refuses an object that has a key twice. Otherwise the key's last value counts, as in `json`.
+      finite: True refuses NaN and infinities. False accepts them, because Python writes them into data rows and metrics.
+      unique: True refuses an object that has a key twice. False keeps the key's last value, as `json` does.
 
     Raises:
-      ValueError: the text is not JSON, is larger or nested deeper than the limits, or has a number that is not finite or has
-        too many digits. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
+      ValueError: the text is not JSON, exceeds a limit on size or nesting, or has a number that is not finite or has too many
+        digits, or a key twice. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
     """
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes, the most that are read of such a file")
@@ -107,12 +107,12 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
 
 
 def lines(text: str) -> list[str]:
-    """Splits a JSON Lines text into its lines. `str.splitlines` would also split at U+2028 and the like, inside of strings."""
+    """Splits a JSON Lines text into its lines. `str.splitlines` would also split at U+2028 and the like, inside strings."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def integer(value: object, name: str, *, least: int = 0) -> int:
-    """Returns `value`, which must be a whole number from `least` to `LARGEST_INTEGER`. `name`: its field, for messages.
+    """Returns `value`, which must be a whole number from `least` to `LARGEST_INTEGER`. `name`: the field's name, for messages.
 
     Raises:
       ValueError: `value` is out of range or not a whole number, e.g. true or 2.0.
@@ -125,7 +125,7 @@ def integer(value: object, name: str, *, least: int = 0) -> int:
 
 
 def shape(value: object, name: str) -> tuple[int, ...]:
-    """Returns `value`, which must be the shape of an array, as a tuple. `name`: its field, for messages.
+    """Returns `value`, which must be the shape of an array, as a tuple. `name`: the field's name, for messages.
 
     Raises:
       ValueError: `value` is not a list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
@@ -150,7 +150,7 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _most_values(text: str) -> int:
-    """Returns an upper bound on the number of values in a JSON text: it counts commas and opening brackets."""
+    """Returns an upper bound on the number of values in a JSON text: the number of its commas and opening brackets."""
     count = sum(map(text.count, ",[{"))
     return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
 
@@ -170,7 +170,7 @@ def _depth_exceeds(value: Any) -> bool:
 
 
 def _too_deep(text: str) -> str:
-    """Returns the error message for a text that is nested too deep. It names the outermost object's field that is too deep."""
+    """Returns the error message for a text nested too deeply. It names the top-level field that nests too deeply."""
     depth, field = 0, ""
     for token in _TOKENS.finditer(text):
         if token[0] in "[{":

@@ -1,9 +1,9 @@
 """Lists the objects of a bucket with one request per page of up to 1,000, through gcsfs or s3fs.
 
-These libraries' own listings cost more: gcsfs asks for an object three times, and for a missing directory both list
-the neighboring names, page by page. GCS and S3 listings are consistent with all earlier writes.
+These libraries' own listings cost more: gcsfs sends three requests for an object, and for a missing directory both list the
+neighboring names, page by page. GCS and S3 listings are consistent with all earlier writes.
 
-Repositories of the Hugging Face Hub (hf://) are listed by huggingface_hub, which asks once per directory and keeps the answer.
+Repositories of the Hugging Face Hub (hf://) are listed by huggingface_hub, which requests each directory once.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
 
 
 def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
-    """Returns the object at `path`, or else the directory there; None if there is neither.
+    """Returns the object at `path`, or the directory if there is no such object; None if there is neither.
 
-    Takes one request, or two if many names begin with `path`. Arguments are those of `entries`. On the Hugging Face Hub,
-    raises FileNotFoundError instead of returning None.
+    Takes one request, or two if many names begin with `path`. Arguments are those of `entries`. On the Hugging Face Hub, raises
+    FileNotFoundError instead of returning None.
     """
     if scheme == "hf":
         return _of_hub(fs.info(path))
@@ -83,7 +83,7 @@ def _first_filled(pages: Iterator[tuple[list[Entry], str | None]]) -> tuple[list
 def _pages(
     fs: Any, scheme: str, bucket: str, prefix: str, *, recursive: bool, limit: int | None = None
 ) -> Iterator[tuple[list[Entry], str | None]]:
-    """Yields each page of a listing, and the token of the next page (None for the last). An empty page may have a next one."""
+    """Yields each page of a listing with the token of the next page (None for the last page). Any page may be empty."""
     ask = _gcs_page if scheme == "gs" else _s3_page
     token: str | None = None
     while True:

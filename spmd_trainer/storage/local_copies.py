@@ -1,4 +1,4 @@
-"""The cache folder. It holds indices of input files, and copies of remote files for libraries that read only local ones.
+"""The cache folder, which contains indices of input files, and copies of remote files for libraries that read only local ones.
 
 The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folder. It can be deleted at any time.
 """
@@ -55,16 +55,16 @@ def local_copy(path: str) -> str:
 
 
 def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, version: str | None = None) -> np.ndarray:
-    """Returns the index of a file: an array computed by `make`, and computed again if the file's `reading.version` changes.
+    """Returns the index of a file: an array that `make` computes. It is cached until the file's `reading.version` changes.
 
-    A large index is memory-mapped from the cache folder. If the folder can't be written, logs a warning and keeps the
-    index in memory.
+    A large index is memory-mapped from the cache folder. If the folder can't be written, logs a warning and keeps the index in
+    memory.
 
     Args:
       path: the file.
       kind: kind of index, e.g. 'lines'; part of the index's file name in the cache.
       make: function that computes the index.
-      version: the file's `reading.version`; None to find it.
+      version: the file's `reading.version`, if it is known; otherwise None.
     """
     target = cache_folder() / "index" / f"{_key(path, version)}-{kind}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
@@ -94,11 +94,11 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a file that only this user may read: the cache folder may be shared, and the data may be private."""
+    """Opens a file with permissions for this user only, because the cache folder may be shared and the data private."""
     return os.open(path, flags, 0o600)
 
 
 def _key(path: str, version: str | None = None) -> str:
-    """Returns a name in the cache for a version of a file. `version`: the file's `reading.version`; None to find it."""
+    """Returns the name of a file's version in the cache. `version`: the file's `reading.version`; None if it isn't known."""
     name = path if is_remote(path) else os.path.abspath(path)
     return short_hash(f"{name}:{version or reading.version(path)}", 24)

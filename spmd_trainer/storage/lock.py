@@ -1,10 +1,10 @@
 """Keeps a second trainer out of a directory.
 
-A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The file with the highest number is valid. A process
-takes the lock by creating the file with the next number, which only one process can do: with a hard link on a file
-system, and a conditional put in an object store. It keeps the lock by writing a new heartbeat into the file every few
-seconds. A lock whose heartbeat has stopped is stale: another process takes it over with the next number. Clocks of
-different hosts are never compared: a waiting process watches whether the heartbeat changes.
+A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The file with the highest number is the lock in effect. A
+process takes the lock by creating the file with the next number, which only one process can do: with a hard link on a file
+system, and a conditional put in an object store. It keeps the lock by writing a new heartbeat into the file every few seconds.
+If the heartbeat has stopped, the lock is stale, and a different process can take it over with the next number. Clocks of
+different hosts are never compared. Instead, a waiting process watches whether the heartbeat changes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Owner:
     Attributes:
       host: its host's name.
       pid: its process id.
-      started: when it took the lock, as text.
+      started: time at which it took the lock, as text.
       machine: identifies the machine and container in which the process id is valid.
-      process_start: start time in clock ticks since boot, which tells apart processes with the same (reused) id.
+      process_start: its start time in clock ticks since boot, which distinguishes it from a later process with the same id.
       token: random text that identifies the lock.
       heartbeat: number of heartbeats so far.
     """
@@ -72,14 +72,14 @@ def locked(
 ) -> Iterator[Callable[[], None]]:
     """Context manager that holds the lock of a directory. Only one process of a job uses it.
 
-    Enters at once if the directory is unlocked, or if the lock's owner is known to be dead. Otherwise it watches the lock for up
+    Enters at once if the directory is unlocked, or if the lock's owner is known to be dead. Otherwise watches the lock for up
     to `stale_seconds`, to see whether the owner is alive.
 
     Args:
       directory: the directory to lock, created if missing.
       name: the flag or argument that gave the path, for messages.
       heartbeat_seconds: time between two heartbeats.
-      stale_seconds: a lock without a heartbeat for this long is taken over.
+      stale_seconds: seconds without a heartbeat after which the lock is taken over.
 
     Yields:
       A function that raises `LockedError` if another process has taken the lock over, because this process was stopped for
@@ -158,9 +158,9 @@ def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
 
 
 def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool:
-    """Watches a lock. Returns True when it is known to be stale; False when it disappears or gets another owner.
+    """Watches a lock file. Returns True once the lock is known to be stale; False if it disappears or gets a new owner.
 
-    On a mount without hard links, a lock file that can't be read may be one that its owner is just writing.
+    If the file can't be read, its owner may be writing it at this moment (on a mount without hard links).
 
     Raises:
       LockedError: the lock's owner is alive.
@@ -239,7 +239,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 
 
 def _read(path: epath.Path) -> Owner | None:
-    """Returns the owner of the lock in a file; None if the file is missing or unreadable, as after a kill or a full disk."""
+    """Returns the owner that a lock file names. Returns None if the file is missing, or damaged by a kill or a full disk."""
     try:
         return Owner(**json_values.parse_object(json_values.content_of(path)))
     except (FileNotFoundError, ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""Object stores behind epath. Every request is retried after transient errors, and an object is written by one put.
+"""Wraps object stores as file systems for epath. Requests are retried after transient errors. One put writes an object.
 
-`epath` uses an fsspec file system. fsspec's answers differ from a file system's in important ways: `isdir` is False
-when the service refuses the request, names with '*' are patterns, making a directory may make a bucket, and a file
-closed by an error is still uploaded. `ObjectStore` corrects these.
+`epath` uses an fsspec file system, which differs from a local file system in important ways: `isdir` is False when the service
+refuses the request, names with '*' are patterns, making a directory may make a bucket, and a file closed by an error is still
+uploaded. `ObjectStore` corrects these differences.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ _READ_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 1}, "hf": 
 
 
 class ObjectStore:
-    """An object store: the part of fsspec's interface that epath calls, and additions for the trainer.
+    """An object store, with the methods of fsspec file systems that epath calls, and further methods for the trainer.
 
-    Paths may begin with the scheme. A "directory" is a common prefix of objects: it exists while it has an object
-    below it.
+    Paths may begin with the scheme. A "directory" is a common prefix of objects. It exists while there is an object below it.
     """
 
     def __init__(self, scheme: str, file_system: Callable[[], Any], attempts: int = OUTAGE_ATTEMPTS):
@@ -51,7 +50,7 @@ class ObjectStore:
         Args:
           scheme: 'gs', 's3' or 'hf'.
           file_system: function that makes a synchronous `fsspec.AbstractFileSystem` without a listings cache. It is called at
-            the first request, because it may ask services for credentials.
+            the first request, because it may request credentials from a service.
           attempts: maximum number of attempts per request.
         """
         self.scheme = scheme
@@ -64,7 +63,7 @@ class ObjectStore:
         return self._make()
 
     def info(self, path: PathLike) -> dict[str, Any]:
-        """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime, 'content': `listing.Entry.content`}.
+        """Returns {'name', 'type' ('file' or 'directory'), 'size' (bytes), 'mtime', 'content' (see `listing.Entry`)}.
 
         Raises:
           FileNotFoundError: there is neither an object nor a directory at `path`.
@@ -109,7 +108,7 @@ class ObjectStore:
         return sorted({entry.name.rstrip("/") for entry in found} - {own})
 
     def objects(self, path: PathLike) -> list[listing.Entry]:
-        """Returns all objects below a path, at any depth, sorted by name."""
+        """Returns a `listing.Entry` for each object below a path, at any depth, sorted by name."""
         return sorted(self._entries(path, recursive=True), key=lambda entry: entry.name)
 
     def find(self, path: PathLike) -> list[str]:
@@ -130,7 +129,7 @@ class ObjectStore:
             yield f"{self.scheme}://{root}", directories, files
 
     def makedirs(self, path: PathLike, exist_ok: bool = False) -> None:
-        """Does nothing: a directory exists while it has objects, and buckets are made by the user."""
+        """Does nothing, because a directory exists while it has objects, and users make buckets themselves."""
 
     def mkdir(self, path: PathLike, create_parents: bool = False) -> None:
         """Does nothing; see `makedirs`."""
@@ -156,7 +155,7 @@ class ObjectStore:
         self._remove_all(found)
 
     def rename(self, path: PathLike, target: PathLike, recursive: bool = False) -> None:
-        """Copies every object to the new path, then deletes the old ones. Not atomic: old and new are visible meanwhile."""
+        """Copies every object to the new path, then deletes the old objects. Not atomic: for a while, both exist."""
         del recursive
         source, goal = _text(path).rstrip("/"), _text(target).rstrip("/")
         found = self.find(path) or [source]
@@ -171,11 +170,11 @@ class ObjectStore:
     def open(self, path: PathLike, mode: str = "r") -> IO[Any]:
         """Opens an object to read ('r', 'rb') or to write ('w', 'wb').
 
-        Closing the file writes one object; a `with` block that raises writes none.
+        Closing a file that is open for writing writes the object. If its `with` block raises, nothing is written.
 
         Raises:
           FileNotFoundError: the object to read does not exist. A file opened with 'rb' raises it at the first read.
-          OSError: mode 'a': objects can't be appended to; see `storage.append`.
+          OSError: `mode` is 'a', which object stores don't support; see `storage.append`.
         """
         kind = mode.replace("b", "").replace("t", "")
         if kind == "r" and "b" not in mode:
@@ -201,7 +200,7 @@ class ObjectStore:
         return int(found["size"])
 
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
-        """Returns the bytes of an object from `start` to `end`; None means its beginning or its end. Takes one request."""
+        """Returns an object's bytes from `start` (None: the beginning) to `end` (None: the end). Takes one request."""
         given = {"start": start, "end": end, **_READ_OPTIONS.get(self.scheme, {})}
         self._greet(path)
         data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), **given))
@@ -221,8 +220,8 @@ class ObjectStore:
     def create(self, path: PathLike, data: bytes) -> bool:
         """Creates an object atomically. Returns False if it already exists with content other than `data`.
 
-        If the connection is cut, the put is repeated, and the repeated put fails if the first one had succeeded. Therefore the
-        result is True if the existing object holds `data`.
+        After a cut connection, the put is repeated, although the first put may have succeeded. Therefore the result is also
+        True if the existing object's content is `data`.
         """
         try:
             self._try("writing", path, lambda: self._fs.pipe_file(_text(path), data, mode="create"))
@@ -269,7 +268,7 @@ class ObjectStore:
         return self._call(call, f"{doing} {_text(path)}", self._attempts)
 
     def _greet(self, path: PathLike) -> None:
-        """If the service has not answered yet, sends a brief request: `FirstAnswer` limits the time of the first request."""
+        """Sends a brief request if the service has not answered yet, because `FirstAnswer` limits the first request's time."""
         if not self._first_answer.has_come:
             self.exists(path)
 
@@ -286,7 +285,7 @@ class ObjectStore:
 
 
 class _Reader(io.RawIOBase):
-    """A file that reads an object in byte ranges."""
+    """A readable file whose content is an object. Each read requests a range of bytes."""
 
     def __init__(self, store: ObjectStore, path: str):
         super().__init__()
@@ -393,6 +392,6 @@ class _Writer(io.IOBase):
 
 
 def _text(path: PathLike) -> str:
-    """Returns the path without a trailing slash, which would name another object."""
+    """Returns the path without a trailing slash, because 'a/' and 'a' are different objects."""
     text = os.fspath(path)
     return text if text.endswith("://") else text.rstrip("/")

@@ -1,9 +1,9 @@
 """Patches Orbax so that it can keep checkpoints in S3.
 
-Orbax 0.12 knows gs:// and file systems; for an s3:// path it would use TensorStore's file driver. This module makes
-Orbax treat s3:// as an object store without atomic renames: a file commits a step, as on gs://, and TensorStore's S3
-driver reads and writes arrays. The module replaces three private functions and one constant of Orbax, and checks that
-they exist.
+Orbax 0.12 supports gs:// and file systems. For an s3:// path, it would use TensorStore's file driver. This module makes Orbax
+treat s3:// as an object store without atomic renames: a commit file marks a finished step, as on gs://, and TensorStore's S3
+driver reads and writes arrays. The module replaces three private functions and one constant of Orbax, and checks that they
+exist.
 """
 
 from __future__ import annotations

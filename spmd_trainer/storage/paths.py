@@ -1,4 +1,4 @@
-"""Parses paths that users give: local ones, file://, gs:// and s3://, and for input files hf://."""
+"""Parses paths that users give: local paths, file://, gs:// and s3://. Paths of input files may also begin with hf://."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
       text: a local path (~ is the user's home), file:///DIR, gs://BUCKET/DIR or s3://BUCKET/DIR.
 
     Raises:
-      UserError: an unknown scheme, an invalid bucket name, control characters, a path that is too long, or a package
-        that is not installed.
+      UserError: the scheme is unknown, the bucket name is invalid, the path has control characters or is too long, or a package
+        that it needs is not installed.
     """
     path = _parse(name, text)
     scheme = backends.scheme_of(path)
@@ -104,7 +104,7 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
 def _is_url(match: re.Match[str]) -> bool:
     """Returns True if a match of `_SCHEME` is a URL; False if it is a local name with a colon, e.g. 'run:1'.
 
-    In a URL, '://' follows the scheme. A known scheme may also have fewer slashes, by mistake.
+    It is a URL if '://' follows the scheme. After a known scheme, missing slashes are taken for a typing error.
     """
     known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES, _HUB)
     return match[2].startswith("//") or (known and len(match[1]) > 1)

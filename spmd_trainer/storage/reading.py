@@ -1,4 +1,4 @@
-"""Reads files of inputs and tokenizers, on disk or in an object store, by their paths as strings."""
+"""Reads the files of inputs and tokenizers, from disk or from an object store. Paths are strings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def size(path: str) -> int:
 
 
 def version(path: str) -> str:
-    """Returns a text that changes with a file's content: from its size and time of last write, or its hash on the Hub (hf://).
+    """Returns a text that changes with a file: its size and time of last write, or on the Hub (hf://), its size and hash.
 
     Raises:
       OSError: the file does not exist.

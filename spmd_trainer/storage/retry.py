@@ -95,18 +95,18 @@ class StoreError(OSError):
 def retry(
     fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0, until: float = math.inf
 ) -> _Result:
-    """Calls `fn` until it succeeds, and returns its result. Waits after a transient error, each time twice as long, with jitter.
+    """Calls `fn` until it succeeds, and returns its result. Waits after transient errors, each time twice as long, up to 30 s.
 
     Args:
       fn: the function to call; must be safe to repeat after an interruption.
       what: description of the call, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
       attempts: maximum number of calls. `OUTAGE_ATTEMPTS` outlasts an outage of a minute.
-      first_wait: mean seconds before the second call.
-      until: time (as of `time.monotonic()`) after which no further call begins. The first call is always made.
+      first_wait: mean seconds before the second call. All waits are random, within 25% of their mean.
+      until: value of `time.monotonic()` after which `fn` is not called again. The first call is always made.
 
     Raises:
-      Exception: the error of the last attempt, with a note that says how often `fn` was called. An error that is not
-        transient (see `is_transient`), or that a nested `retry` has given up on, is raised at once.
+      Exception: the error of the last attempt, with a note that says how often `fn` was called. An error that is not transient
+        (see `is_transient`), or that a nested `retry` has given up on, is raised at once.
     """
     started = time.monotonic()
     for attempt in range(1, attempts + 1):
@@ -134,7 +134,7 @@ class FirstAnswer:
     Client libraries keep trying for minutes, which is too long for a user who waits for a run to start.
 
     Attributes:
-      has_come: True once the service has answered, even with an error. Later outages are left to `retry`.
+      has_come: True once the service has answered, even with an error. Later outages are handled by `retry` alone.
     """
 
     def __init__(self, service: str):

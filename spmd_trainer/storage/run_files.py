@@ -36,16 +36,16 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
 
     The record's keys:
 
-    - 'experiment'.
+    - 'experiment': full name of the experiment.
     - 'status': 'running', 'stopped', 'finished' or 'failed'.
     - 'last_step': only once training has ended.
     - 'failure': only after a failure: the step, process and reason of the failure.
-    - 'parameters', 'devices' and 'versions': those of the newest start.
-    - 'overrides', 'settings' (the flags that are not the defaults) and 'working_directory': those of the newest start that has
-      begun to train; missing before the first such start.
+    - 'parameters', 'devices' and 'versions': those of the newest launch.
+    - 'overrides', 'settings' (the flags that are not the defaults) and 'working_directory': those of the newest launch that has
+      begun to train; missing before the first such launch.
 
-    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if the directory also has
-    files of an older version of the trainer, which are used instead.
+    If a file other than `run.json` can't be read, it is left out, with a warning. `run.json` itself is left out only if the
+    directory also has files of an older version of the trainer, which are then used instead.
 
     Raises:
       ValueError: `run.json` can't be read, and the directory has no files of an older version.
@@ -70,7 +70,7 @@ def failure_file(process: int) -> str:
 
 
 def failures_among(names: Iterable[str]) -> dict[int, str]:
-    """Returns {process: file name} for the `failure_file`s among a directory's names, in the order of the processes."""
+    """Returns {process: file name} for those of `names` that are `failure_file`s, sorted by process."""
     return dict(sorted((int(found[1]), name) for name in names if (found := _FAILURE_OF_PROCESS.fullmatch(name))))
 
 

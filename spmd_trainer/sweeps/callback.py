@@ -40,7 +40,7 @@ class TrialCallback(Callback):
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
         """If the sweep's process has died, sends this process SIGTERM, so that it saves a checkpoint and exits.
 
-        While this process runs, a restarted sweep has to wait with this trial.
+        A restarted sweep can't run this trial until this process has exited.
         """
         del run, step, scalars
         if self._parent and os.getppid() != self._parent:
@@ -48,7 +48,7 @@ class TrialCallback(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_start(self, run: Run) -> None:
-        """Stops a resumed trial at once if its evaluation at the current step was bad enough to prune it."""
+        """Stops a resumed trial at once if the sweep prunes it because of its evaluation at the current step."""
         self._prune(run, run.step)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -62,7 +62,7 @@ class TrialCallback(Callback):
         self._prune(run, step)
 
     def _prune(self, run: Run, step: int) -> None:
-        """Stops the run if its trial is to be pruned at `step`. Process 0, which writes the summaries, decides for all."""
+        """Stops the run if the sweep prunes its trial at `step`. Process 0, which has the metrics, decides for all others."""
         if not self._sweep.stops_early:
             return
         value = None if jax.process_index() else self._sweep.curve(self._number).get(step)
@@ -73,7 +73,7 @@ class TrialCallback(Callback):
             run.stop(f"pruned: {self._pruned}")
 
     def on_end(self, run: Run) -> None:
-        """Writes the trial's result if the run is complete. Otherwise writes only the seconds spent: the trial resumes later."""
+        """Writes the trial's result if the run is complete. Otherwise writes only its running time; the trial resumes later."""
         run.summaries.flush()
         result = self._sweep.metric.result(run.job_log_dir)
         if not run.is_complete:
@@ -93,7 +93,7 @@ class TrialCallback(Callback):
             self._write()
 
     def _write(self, **ended: object) -> None:
-        """On process 0, writes the trial's file with the given fields, and with the seconds since this start added."""
+        """On process 0, writes the trial's file with the given fields, and adds this run's time to `Trial.seconds`."""
         if jax.process_index():
             return
         before = self._sweep.begin(self._number)

@@ -1,7 +1,7 @@
 """Chooses the values for each trial of a sweep: by a grid, at random, or by Optuna.
 
-A trial's values depend on its number, the sweep's seed and the trials that have ended. So a sweep that is killed and started
-again chooses the same values as without the interruption.
+A trial's values depend on its number, the sweep's seed and the trials that have ended. So a sweep that is killed and restarted
+chooses the same values as an uninterrupted sweep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OverSpace:
-    """Chooses the values of trials from a space. `PaxSearch` has the same methods for an experiment's `search()`.
+    """Chooses each trial's values from a search space. `PaxSearch` has the same methods for an experiment's `search()`.
 
     Attributes:
       space: the settings to vary, each with its values or its range.
@@ -46,7 +46,7 @@ class OverSpace:
         return exp, space_lib.overrides(values)
 
     def own_overrides(self, values: Values) -> list[str]:
-        """Returns config overrides ('path=value') that repeat a trial as a separate run."""
+        """Returns config overrides ('path=value') with which a separate run repeats a trial."""
         return space_lib.overrides(values)
 
     def description(self) -> dict[str, Any]:
@@ -106,7 +106,6 @@ class OverSpace:
 
 
 def _optuna() -> Any:
-    """Imports Optuna. Raises UserError if it is not installed."""
     needed = "--sweep_method=optuna needs the package optuna: pip install 'spmd-trainer[optuna]'"
     optuna = imported("optuna", needed)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -114,7 +113,7 @@ def _optuna() -> Any:
 
 
 def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> OverSpace:
-    """Returns the method with this name for choosing the values of trials.
+    """Returns the object that chooses each trial's values by the method `name`.
 
     Args:
       name: 'grid', 'random' or 'optuna'.
@@ -122,7 +121,7 @@ def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize
       maximize: True if a higher metric is better.
 
     Raises:
-      UserError: the space or the number of trials don't fit the method.
+      UserError: the method can't be used with this space or this number of trials.
     """
     if name == "grid":
         size = space_lib.grid_size(space)

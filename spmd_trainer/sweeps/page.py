@@ -84,7 +84,7 @@ def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
 
 
 def _row(sweep: Sweep, trial: Trial) -> dict[str, Any]:
-    """Returns a trial as JSON values for the page's script. If its value is not finite, 'value' is None, 'diverged' True."""
+    """Returns a trial as JSON values for the page's script. If the metric isn't finite, 'value' is None and 'diverged' True."""
     curve = [(step, value) for step, value in sweep.curve(trial.number).items() if math.isfinite(value)]
     every = -(-len(curve) // _MOST_POINTS) or 1
     points = curve[::every] + (curve[-1:] if (len(curve) - 1) % every else [])

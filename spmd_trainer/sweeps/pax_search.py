@@ -1,8 +1,8 @@
 """Sweeps of experiments with Pax's `search()`, whose search space consists of PyGlove's `pg.oneof`, `pg.floatv` and the like.
 
-Such a PyGlove value is called a choice. Choices are in class attributes, or in `task()` and the methods for datasets, where
-each needs a `name`. In a trial, each choice is replaced by one of its values. While the search space is collected, and in the
-process that runs the sweep, each choice is replaced by its first value.
+Such a PyGlove value is called a choice. Choices may be in class attributes, and in methods such as `task()` and `datasets()`,
+where each choice needs a `name`. In a trial, each choice is replaced by one of its values. While the search space is collected,
+and in the process that runs the sweep, each choice is replaced by its first value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def has_search(cls: type[BaseExperiment]) -> bool:
 
 
 class PaxSearch:
-    """Chooses the values of trials as an experiment's `search()` says. It has the same methods as `OverSpace`."""
+    """Chooses each trial's values by an experiment's `search()`. It has the same methods as `OverSpace`."""
 
     def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
         """Collects the search space of an experiment.
@@ -97,7 +97,7 @@ class PaxSearch:
         self._datasets = datasets
 
     def metric(self, loss: str) -> Metric:
-        """Returns the metric for comparing trials: the reward of `search()`, or without a reward the loss named `loss`."""
+        """Returns the metric by which trials are compared: the reward of `search()` or, without a reward, the metric `loss`."""
         if self._reward is None:
             return Metric.find("", self._datasets, loss, maximize=False)
         aggregator = self._search.cross_step_metric_aggregator
@@ -154,7 +154,7 @@ class PaxSearch:
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
         """Returns why the early-stopping policy of `search()` stops trial `number`; '' if it doesn't stop the trial.
 
-        `others`: finished and pruned trials, from which the policy learns.
+        `others` are the finished and pruned trials, from which the policy learns.
         """
         policy = pax_fiddle.build(self._search.early_stopping)()
         policy.setup(self._context.dna_spec)
@@ -200,9 +200,9 @@ class PaxSearch:
         return hyper.candidates[self._decision(hyper, value)] if known else value
 
     def _decision(self, hyper: Any, value: Any) -> Any:
-        """Converts a trial's value of the choice `hyper` to PyGlove's form.
+        """Converts the value that a trial has for the choice `hyper` to PyGlove's form.
 
-        That is the index of a candidate, a list of indices if several candidates are chosen, or the number itself for a range.
+        The form is the index of a candidate, a list of indices if several candidates are chosen, or the value of a range.
         """
         pg = _pyglove()
         if not isinstance(hyper, pg.hyper.Choices):
@@ -222,7 +222,7 @@ class PaxSearch:
         return values
 
     def _by_choice(self, values: Values) -> Values:
-        """Returns {choice: value} for a trial's values. With `automl.parameter_sweep`, the only choice is a row of values."""
+        """Returns {name of a choice: value}. With `automl.parameter_sweep`, the only choice is the tuple of all `values`."""
         return {_ROW: tuple(values[name] for name in self._row)} if self._row else values
 
     def _dna_of(self, values: Values) -> Any:
@@ -247,8 +247,8 @@ class _Reward(Metric):
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
         """Returns the last evaluated step of a run, and the run's reward; None if the run was never evaluated.
 
-        The reward is computed from the metrics that the aggregator makes of all steps; without an aggregator, from those of
-        the last step.
+        If `search()` has an aggregator, the reward is computed from the metrics that it aggregates over all evaluated steps.
+        Otherwise the reward is computed from the metrics of the last step.
         """
         found = _metrics_by_step(directory, self.datasets)
         if self.aggregator is None or not found:
@@ -297,11 +297,11 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
 
 class _Decided(property):
-    """Type of property for swept attributes that have a value. `refuse_search_space` refuses only plain properties."""
+    """A swept attribute that has a trial's value. `refuse_search_space` refuses plain properties, but not this subclass."""
 
 
 def _of_row(at: int, experiment: BaseExperiment) -> object:
-    """Returns the value at index `at` of the `automl.parameter_sweep` row that an experiment uses."""
+    """Returns item `at` of the row of values that `automl.parameter_sweep` gives an experiment."""
     return getattr(experiment, _ROW)[at]
 
 

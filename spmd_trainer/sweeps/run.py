@@ -1,6 +1,6 @@
 """`--mode=sweep`: runs the trials of a sweep one after the other, each in a separate process.
 
-A trial that runs out of memory therefore doesn't end the sweep. If a sweep is killed, the same command resumes it: trials that
+A trial that runs out of memory therefore doesn't stop the sweep. If a sweep is killed, the same command resumes it: trials that
 have ended don't run again, and the trial that was running resumes from its newest checkpoint.
 """
 
@@ -36,7 +36,7 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_BEFORE_HANDING_ON = 2.0
 # Number of last lines of a failed trial's output that are searched for the reason of the failure.
 _LAST_LINES = 12
-# The sweep ends if this number of trials at the beginning are all broken for the same reason.
+# The sweep stops if its first trials, this many, are all broken for the same reason.
 _SAME_FAILURES = 3
 
 
@@ -46,7 +46,7 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
     Does not initialize JAX's devices, because the processes of the trials use them.
 
     Raises:
-      UserError: see `SweepConfig.resolved`; or the directory holds another sweep or other files.
+      UserError: see `SweepConfig.resolved`; or the directory holds a different sweep or other files.
     """
     asked = config.of(SweepConfig)
     if asked.callbacks:
@@ -67,10 +67,10 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
 def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
     """Runs the trials that have not ended, writes the sweep's page after each, and prints the results.
 
-    Returns all trials that have ended, including those of earlier starts.
+    Returns all trials that have ended, including those that ended before the sweep was resumed.
 
     Raises:
-      UserError: all trials are broken.
+      UserError: all trials are broken, or the first three are broken for the same reason.
       KeyboardInterrupt: after Ctrl-C, once the running trial has saved its state.
     """
     config, sweep = prepared
@@ -116,7 +116,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
     _wait_for_earlier_start(sweep, number)
     trial = sweep.begin(number)
     if trial.has_ended:
-        return trial  # the process of an earlier start has completed it
+        return trial  # completed by a process that an earlier sweep process started
     values = ", ".join(f"{path}={value!r}" for path, value in trial.values.items())
     logging.info("trial %d, of 0 to %d: %s", number, sweep.method.num_trials - 1, values)
     environment = {**os.environ, PARENT: str(os.getpid())}
@@ -138,7 +138,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
             signals.saw(line)
             terminal.write(f"  {line}", sys.stderr)
     trial = sweep.begin(number)
-    # Status 0 without an end: someone has sent a signal to the trial's process, which has saved a checkpoint.
+    # Exit status 0 but an unfinished trial: someone has sent a signal to its process, which has saved a checkpoint.
     if trial.has_ended or signals.asked or not process.returncode:
         return trial
     if process.returncode < 0:
@@ -154,7 +154,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
 
 
 def _wait_for_earlier_start(sweep: Sweep, number: int) -> None:
-    """Waits until no other process runs this trial: if an earlier sweep was killed, its trial may be saving a checkpoint."""
+    """Waits until no other process runs this trial. (The trial of a killed sweep may still be saving a checkpoint.)"""
     said = False
     while True:
         with contextlib.suppress(LockedError), locked(sweep.trial_directory(number)):
@@ -173,7 +173,7 @@ def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
 
 
 def _stop_if_all_break(sweep: Sweep, done: Sequence[int]) -> None:
-    """Raises UserError if the first three trials of this start (`done`) are all broken for the same reason."""
+    """Raises UserError if this process has run three trials (`done`), and all are broken for the same reason."""
     found = [trial for number in done if (trial := sweep.trial(number)) is not None and trial.status == trials.BROKEN]
     if len(done) == len(found) == _SAME_FAILURES and len({trial.reason for trial in found}) == 1:
         files = ", ".join(str(sweep.trial_file(number)) for number in done)
@@ -234,7 +234,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def sent_to(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Context manager in which signals are forwarded to `process`, including one that was received before."""
+        """Context manager that forwards signals to `process`. A signal that was received before is forwarded, too."""
         self._process, self._is_leaving = process, False
         try:
             if self.asked is not None:
@@ -244,7 +244,7 @@ class _Signals:
             self._process = None
 
     def saw(self, line: str) -> None:
-        """Checks a line that the trial's process has printed, and remembers if it says that the process received a signal."""
+        """Notes whether `line`, printed by the trial's process, says that the process has received a signal."""
         self._is_leaving |= line.lstrip().startswith(("SIGINT:", "SIGTERM:", "SIGHUP:"))
 
     def _take(self, number: int, frame: types.FrameType | None) -> None:

@@ -73,10 +73,10 @@ class SweepConfig(TrainConfig):
     def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
         """Returns these settings with the experiment filled in; with `--trial`, the settings of that trial's training run.
 
-        `overrides` are config overrides ('path=value'). `join`, if given, makes this process join a multi-process job.
+        `overrides` are config overrides ('path=value'). With `--trial`, `join()` makes this process join a multi-process job.
 
         Raises:
-          UserError: there is nothing to vary; the directory holds another sweep; or settings of the experiment conflict.
+          UserError: there is nothing to vary; the directory holds a different sweep; or settings of the experiment conflict.
         """
         if not self.writes_reports:
             raise UserError("--job_log_dir=DIR is required: the directory of the sweep, with a run for each trial")
@@ -151,7 +151,7 @@ def _agreed_values(sweep: Sweep, number: int) -> Values:
     """Returns the values of trial `number`, the same in all processes of the trial.
 
     Process 0 chooses them for all processes, which may see different sets of ended trials. Raises UserError if the sweep's
-    directory holds another sweep or other files, or can't be read.
+    directory holds a different sweep or other files, or can't be read.
     """
     found: dict[str, Any] = {}
     count, index = multihost.joined()
@@ -181,10 +181,10 @@ def _with_values(
 def _numbers_that_vary(
     base: SweepConfig, sweep: Sweep, values: Values, resolved: ResolvedExperiment
 ) -> dict[str, float]:
-    """Returns {path in the learner's config: value} for those floats of the learner that depend on the trial's values.
+    """Returns {path in the learner's config: value} for the learner's floats that depend on float values of the trial.
 
-    Finds them by changing one of the trial's values at a time and comparing the learners. `resolved` is the experiment with
-    the trial's values.
+    Finds them by changing one float value of the trial at a time and comparing the learners. `resolved` is the experiment
+    with the trial's values.
     """
     from spmd_trainer.training import step_inputs
 

@@ -24,7 +24,7 @@ _MOST_SHUFFLED = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """All numbers from `low` to `high`, both included.
+    """A range of numbers from which a trial's value is chosen, `low` and `high` included.
 
     Attributes:
       low, high: the bounds.
@@ -96,7 +96,7 @@ def names_of(path: str) -> list[str]:
 
 
 def by_name(chosen: Values) -> Values:
-    """Converts {key of a search space: value} to {name of a field or attribute: value}. A key can hold several names."""
+    """Converts {key of a search space: value} to {name of a field or attribute: value}. See `names_of` for keys."""
     values: Values = {}
     for path, value in chosen.items():
         names = names_of(path)
@@ -105,7 +105,7 @@ def by_name(chosen: Values) -> Values:
 
 
 def is_literal(value: object) -> bool:
-    """Returns True for a value that equals what its repr evaluates to, so that an override as text can hold it."""
+    """Returns True if a value's repr evaluates to an equal value, so that the value can be written in an override."""
     with contextlib.suppress(ValueError, SyntaxError):
         return bool(ast.literal_eval(repr(value)) == value)
     return False
@@ -130,7 +130,7 @@ def _range(given: Mapping[str, Any], what: str) -> Range:
 
 
 def read_texts(texts: Sequence[str]) -> dict[str, Any]:
-    """Returns the mapping that the values of the flag `--sweep` describe together; `read_space` reads it.
+    """Combines the values of the flag `--sweep` into one mapping, in the form that `read_space` reads.
 
     Each value is the name of a JSON file, or 'PATH=[...]', or 'PATH={...}'.
 
@@ -168,14 +168,14 @@ def _of_file(name: str) -> dict[str, Any]:
 
 
 def as_json(space: Space) -> dict[str, Any]:
-    """Returns a search space in the form that `read_space` reads, as JSON. Values that JSON can't hold become their repr."""
+    """Returns a search space in the form that `read_space` reads. Values that JSON can't represent become their repr."""
     shown = {path: dataclasses.asdict(x) if isinstance(x, Range) else x for path, x in space.items()}
     found: dict[str, Any] = json.loads(json.dumps(shown, default=repr))
     return found
 
 
 def grid_size(space: Space) -> int:
-    """Returns the number of points of the grid that a search space of lists spans. Raises UserError if it has a range."""
+    """Returns the number of points of a search space's grid. Raises UserError if the space has a range."""
     ranges = [path for path, x in space.items() if isinstance(x, Range)]
     if ranges:
         raise UserError(
@@ -185,10 +185,10 @@ def grid_size(space: Space) -> int:
 
 
 def grid_point(space: Space, number: int) -> Values:
-    """Returns the values of a point of the grid that a search space of lists spans; the last key varies fastest.
+    """Returns the values at a point of a search space's grid. The last key of the space varies fastest.
 
     Args:
-      space: the search space, without ranges.
+      space: the search space, which must have no ranges.
       number: number of the point, from 0 to `grid_size(space)` - 1.
     """
     values: Values = {}
@@ -200,9 +200,9 @@ def grid_point(space: Space, number: int) -> Values:
 
 
 def random_point(space: Space, seed: int, number: int) -> Values:
-    """Returns random values for a trial, which depend only on the seed and the trial's number.
+    """Returns random values for a trial, which depend only on the space, the seed and the trial's number.
 
-    If the space has only lists, and at most a million points, each point is drawn once before any point is drawn again.
+    If the space has no ranges and its grid at most a million points, each point is drawn once before any is drawn again.
     """
     if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)

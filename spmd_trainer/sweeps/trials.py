@@ -1,7 +1,7 @@
 """The directory of a sweep, and the status of its trials.
 
 `sweep.json` describes the sweep. Trial n is a separate run in `trials/000n`. The file `trials/000n.json` has the trial's values
-from its first start on, and its result once the trial has ended. A sweep that was killed resumes from these files alone.
+as soon as the trial begins, and its result once it has ended. A sweep that was killed resumes from these files alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Trial:
       status: 'unfinished'; 'finished'; 'pruned'; or 'broken', if it ended with an error or was never evaluated.
       value: the metric at the trial's last evaluation; NaN if training has diverged; None if there is no result.
       step: the training step of that evaluation.
-      seconds: how long the trial ran, over all its starts.
-      flops: the model's FLOPs in training, 6 for each parameter and token; 0 if the batches have no tokens.
+      seconds: total running time in seconds, including the time before interruptions.
+      flops: the model's FLOPs in training up to `step`, 6 for each parameter and token; 0 if the batches have no tokens.
       reason: why the trial was pruned or is broken.
     """
 
@@ -93,7 +93,7 @@ class Metric:
           maximize: True if a higher value is better.
 
         Raises:
-          UserError: no evaluation has such a metric.
+          UserError: `name` is not 'loss' and doesn't begin with the name of an evaluation dataset.
         """
         name = name or (f"{datasets[0]}/{loss}" if datasets else "loss")
         if name == "loss":
@@ -129,7 +129,8 @@ class Sweep:
     Attributes:
       method: chooses the values of the trials.
       metric: the metric by which trials are compared.
-      prunes: True stops trials that are worse than the median of earlier trials. An experiment's `search()` decides itself.
+      prunes: True stops trials that are worse than the median of earlier trials. Not used with an experiment's `search()`,
+        whose early-stopping policy decides.
       common: settings that all trials share, as JSON values: overrides, mesh, ...
     """
 
@@ -147,10 +148,10 @@ class Sweep:
         return self.directory / "trials" / f"{number:04}.json"
 
     def open(self) -> None:
-        """Writes `sweep.json` or, if it exists, checks that it describes this sweep. The number of trials may have changed.
+        """Writes `sweep.json`. If it exists, checks instead that it describes this sweep (with any number of trials).
 
         Raises:
-          UserError: the directory holds another sweep or other files, or `sweep.json` can't be read.
+          UserError: the directory holds a different sweep or other files, or `sweep.json` can't be read.
         """
         metric = {"metric": self.metric.name, "goal": "max" if self.metric.maximize else "min", "prune": self.prunes}
         wanted = {"experiment": self.experiment, **self.method.description(), **metric, "common": self.common}

@@ -1,8 +1,8 @@
-"""Loads variables by `init_from_checkpoint_rules`, and restores runs with adapters (`task.lora`) with their frozen base.
+"""Loads variables according to `init_from_checkpoint_rules`, and restores runs with adapters (`task.lora`) on a frozen base.
 
-A run with adapters begins in this order: initialise, load by rules, prepare the adapters that were not loaded (DoRA's magnitudes
-are norms of the base's weights). A restart loads the base again, compares its checksums with those in the checkpoint's metadata,
-and restores the adapters and the rest of the state from the checkpoint.
+A new run with adapters initializes all variables, loads those that the rules name, and then sets DoRA's magnitudes, unless they
+were loaded, to the norms of the base's weights. A restarted run loads the base again and compares its checksums with those in
+the checkpoint's metadata. It restores the adapters and the rest of the state from the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 def begin(
     job: Job, metadata: Layout, state: TrainState, rules: Mapping[Any, Any], *, restored_from: str | None = None
 ) -> tuple[TrainState, dict[str, Any], LoadReport | None]:
-    """Loads variables of an initialised state by `init_from_checkpoint_rules`. Called by every process.
+    """Loads variables into an initialized state according to `init_from_checkpoint_rules`. Called by every process.
 
     Args:
       metadata: the layout of the state, with or without optimizer states.
-      state: the initialised state. Arrays that are replaced by loaded ones are deleted.
+      state: the initialized state. Arrays that are replaced by loaded ones are deleted.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
-      restored_from: the Hugging Face folder of the frozen base, if no rule of the task names it; see `rules_of`.
+      restored_from: the Hugging Face folder of the frozen base model; None if `task.train.init_from_checkpoint_rules` name it.
 
     Returns:
-      (state, origin, report). `origin` is for the metadata of the run's checkpoints: the Hugging Face folder that the variables
-      came from and, in a run with adapters, the base and the settings of the adapters. `report` is None without rules.
+      (state, origin, report). The run's checkpoints get `origin` as metadata: the Hugging Face folder that the variables came
+      from and, in a run with adapters, the base and the settings of the adapters. `report` is None if `rules` is empty.
 
     Raises:
-      As `loading_rules.resolve_rules`.
-      CheckpointMismatchError: loaded adapters were trained with other settings than those of `task.lora`.
+      Exception: see `loading_rules.resolve_rules`.
+      CheckpointMismatchError: loaded adapters were trained with settings that differ from `task.lora`.
     """
     variables = metadata.variables
     leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
@@ -93,12 +93,12 @@ def begin(
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:
-    """Returns True if the task has adapters and the directory is a Hugging Face or PEFT folder, from which a run can begin.
+    """Returns True if a run with adapters begins from this directory: the task has adapters, and it is a HF or PEFT folder.
 
     Called by every process.
 
     Raises:
-      HfMismatchError: the directory holds PEFT adapters, and the task has none.
+      HfMismatchError: the directory contains PEFT adapters, but the task has no adapters.
     """
     has_adapters = decided_by_process_0(lambda: checkpoint_sources.is_peft_folder(directory))
     if has_adapters and job.task.lora is None:
@@ -116,10 +116,10 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
         `task.train.init_from_checkpoint_rules` or, without rules, from the folder that adapter_config.json names.
 
     Returns:
-      The rules, and the Hugging Face folder of the base if no rule of the task names it; otherwise None.
+      The rules; and the Hugging Face folder of the base, or None if the task's own rules load the base.
 
     Raises:
-      UserError: the folder holds another model, or it is not known where the base is.
+      UserError: the folder contains a different model, or adapters whose base folder is unknown.
     """
     if decided_by_process_0(lambda: checkpoint_sources.is_hf_folder(directory)):
         rooms.need("hf").require_model(directory, job.task)
@@ -137,19 +137,19 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
 
 
 class FrozenBase:
-    """The frozen base model of a run with adapters. The run's checkpoints lack it, so it is loaded once for all of them."""
+    """The frozen base of a run with adapters. The run's checkpoints lack it: it is loaded once, and added to each of them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._loaded: tuple[dict[str, jax.Array], BaseRecord] | None = None
 
     def joined(self, restored: Restored, variables: TrainState, directory: epath.Path) -> Restored:
-        """Returns a restored checkpoint with the frozen base added to its state, and a record of the base to its metadata.
+        """Returns a restored checkpoint after adding the frozen base to its state, and a record of the base to its metadata.
 
-        A checkpoint without adapters is returned unchanged. Called by every process.
+        If `variables` contain no adapters, returns the checkpoint unchanged. Called by every process.
 
         Raises:
-          CheckpointMismatchError: the adapters were trained with another base or other settings.
+          CheckpointMismatchError: the adapters were trained with a different base or different settings.
         """
         if not frozen_base.has_adapters(variables):
             return restored
@@ -175,7 +175,7 @@ class FrozenBase:
 
 
 def origin_of(restored: Restored) -> dict[str, Any]:
-    """Returns the metadata entries about where a restored run's variables came from, for the run's next checkpoints."""
+    """Returns a restored checkpoint's metadata about where the run's first variables came from; later checkpoints repeat it."""
     noted = restored.metadata["metadata"]
     return {key: noted[key] for key in (FOLDER_KEY, BASE_KEY, SETTINGS_KEY) if key in noted}
 
@@ -215,7 +215,7 @@ def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[d
         restored_from = None
     variables = variables.to_eval_state()
     rules = loading_rules.for_base(variables, rules)
-    # Adapters that the run began with come from the checkpoint now. Their original place may be gone.
+    # Adapters that the run began with come from the checkpoint now. Their original directory may be gone.
     if recorded.paths and set(recorded.paths) <= set(map(str, rules)):
         rules = {directory: rule for directory, rule in rules.items() if str(directory) in recorded.paths}
     arrays: dict[str, jax.Array] = {}
@@ -237,7 +237,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a frozen base whose arrays are on the devices. Logs a warning about arrays that no rule loads."""
+    """Returns a record of the frozen base: its sources and checksums. Logs a warning about arrays that no rule loads."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}
@@ -256,10 +256,10 @@ def _record(
 
 
 def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
-    """Returns {path: array} of the adapters that weren't loaded, with DoRA's magnitudes set from the base; {} without DoRA.
+    """Returns {path: array} for DoRA adapters that weren't loaded, with magnitudes set from the base; {} without DoRA.
 
     Args:
-      state: the state, whose base is loaded already.
+      state: the state. It already contains the loaded base.
       loaded: paths of the adapters that were loaded.
     """
     model = job.task.lora_model

@@ -1,4 +1,4 @@
-"""Makes inputs read the same data on all processes, and end after the same batch on all of them."""
+"""Checks that all processes read the same dataset, and ends an input after the same batch on all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_trainer.inputs.indexed import IndexedInput
 from spmd_trainer.inputs.prefetch import Input, is_end
 from spmd_trainer.sharding.messages import named_text
 
-# Numbers the exchanges between processes: their names must be unique in a job, which may build an input several times.
+# Numbers the exchanges between processes. Their names must be unique in a job, which may build an input several times.
 _numbers = itertools.count()
 
 
@@ -30,10 +30,10 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
       source: this process's share of the input, at its beginning.
       kind: 'training', 'evaluation' or 'decode'.
       count: the number of processes.
-      must_end_together: what to do if shares end after different batches. True: raise an error; False: end with the shortest.
+      must_end_together: if the shares have different lengths, True raises an error, and False ends all with the shortest.
 
     Raises:
-      UserError: the processes read different data.
+      UserError: an `IndexedInput` has different files or settings on two processes.
     """
     if count == 1:
         return source
@@ -57,7 +57,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
 
 
 class _Endless:
-    """Wraps an input that is declared endless. If it ends, raises an error: other processes would wait for its next batch."""
+    """Wraps an input that is declared endless. Raises an error if it ends, because other processes expect its batches."""
 
     def __init__(self, source: IndexedInput, kind: str):
         self._source = source
@@ -86,7 +86,7 @@ class _Endless:
 class AgreedInput:
     """An input that ends on all processes as soon as one process's share of the data ends.
 
-    Without it, a process whose share has ended would save while the other processes wait for it in the next step.
+    Without this class, a process whose share has ended would save while the other processes wait for it in the next step.
 
     Attributes:
       waits_for_others: True while this process has its batch and waits for other processes to get theirs.
@@ -136,7 +136,7 @@ class AgreedInput:
 
         Raises:
           StopIteration: the input has ended on this or another process.
-          UserError: the input has ended on some processes only, and `must_end_together` is set.
+          UserError: the input has ended on some processes only, and `must_end_together` is True.
         """
         batch, error = None, None
         try:
@@ -154,7 +154,7 @@ class AgreedInput:
         raise StopIteration from error
 
     def _ended(self, here: bool) -> list[bool]:
-        """Returns one bool per process: whether its input has ended. Returns [True] if `cancel` ended the wait for them.
+        """Returns one bool per process: whether its input has ended. Returns [True] if `cancel` stopped the exchange.
 
         Args:
           here: whether this process's input has ended.

@@ -46,13 +46,13 @@ def last_count(averages: str) -> int:
 
 
 def of(job: Job, *, decodes: bool = False) -> str:
-    """Returns which averages a job evaluates: the value of `--eval_averages`, or 'ema' if its task asks for moving averages.
+    """Returns which averages a job evaluates: the value of `--eval_averages`, if it is given.
 
-    Without either, returns 'schedule_free' for a schedule-free optimizer, whose authors evaluate its average x too (Defazio et
-    al. 2024, arXiv:2405.15682), and 'none', the variables themselves, for any other optimizer.
+    Otherwise returns 'ema' if the task's `train.eval_use_ema_states` is set; or 'schedule_free' for a schedule-free optimizer,
+    whose average is what its authors evaluate (Defazio et al. 2024, arXiv:2405.15682); or else 'none', i.e. no averages.
 
     Args:
-      decodes: True if the task's `train.decode_use_ema_states` applies, False if `train.eval_use_ema_states` does.
+      decodes: True to read the task's `train.decode_use_ema_states` instead of `train.eval_use_ema_states`.
 
     Raises:
       UserError: the run doesn't keep these averages (the message lists those that it keeps); or schedule-free averages are
@@ -93,10 +93,10 @@ def evaluated(state: TrainState, averages: str) -> TrainState:
 
 
 def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> Restored:
-    """Returns the newest of several checkpoints, with the mean over all of them in place of each trainable variable.
+    """Returns the newest of several checkpoints, after replacing each trainable variable by its mean over all of them.
 
-    Sums are float32 or wider, from the newest checkpoint to the oldest. Other variables, such as counts and the statistics of
-    batch normalisation, are those of the newest checkpoint. The memory holds the sums and one checkpoint's variables at a time.
+    Other variables, such as counts and batch-normalization statistics, stay those of the newest checkpoint. Sums are float32
+    or wider, from the newest checkpoint to the oldest. Device memory contains the sums and one checkpoint's variables.
 
     Args:
       steps: the steps of the checkpoints, ascending.

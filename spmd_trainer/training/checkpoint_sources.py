@@ -1,4 +1,4 @@
-"""Opens checkpoints of other programs (Hugging Face's libraries, PEFT, Pax and plain Flax) as `CheckpointSource`s."""
+"""Opens checkpoints that other programs wrote (Hugging Face's libraries, PEFT, Pax or plain Flax) as `CheckpointSource`s."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_whole_model(directory: epath.Path, step: int | None, variables: TrainState) -> CheckpointSource | None:
-    """Opens a Hugging Face folder or a Pax checkpoint, which hold all variables of a model, for `--restore_checkpoint_dir`.
+    """Opens a checkpoint for `--restore_checkpoint_dir`, if it has all variables of a model: a HF folder or a Pax checkpoint.
 
-    For the arguments, see `open_source`. Returns None for any other directory, e.g. this trainer's checkpoints.
+    Returns None for any other directory, e.g. this trainer's checkpoints. For the arguments, see `open_source`.
     """
     hf = _room("hf", directory)
     source: CheckpointSource | None = None if hf is None else hf.open_source(directory, step, variables)
@@ -35,10 +35,10 @@ def open_source(
       directory: a Hugging Face folder, a PEFT folder, or a directory of Pax or Orbax checkpoints.
       step: the checkpoint's step; None for the newest.
       variables: the model's variables, a TrainState of VariableSpecs.
-      task: the task, whose adapters PEFT adapters must fit; None refuses PEFT adapters.
+      task: the task. PEFT adapters must fit its adapters; None refuses PEFT adapters.
 
     Returns:
-      The source, or None if the directory is none of these.
+      The source, or None if the directory contains no such checkpoint.
 
     Raises:
       CheckpointError: the checkpoint can't be opened.
@@ -50,10 +50,10 @@ def open_source(
 
 
 def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
-    """Imports a module that reads Hugging Face or PEFT folders; returns None if it isn't installed and `directory` needs none.
+    """Imports and returns a module that reads Hugging Face or PEFT folders; returns None if the module isn't installed.
 
     Raises:
-      UserError: the module isn't installed, but the directory has the config file of a Hugging Face or PEFT folder.
+      UserError: the module isn't installed, but `directory` has the config file of a Hugging Face or PEFT folder.
     """
     if any((epath.Path(directory) / name).exists() for name in ("config.json", "adapter_config.json")):
         return rooms.need(module, str(directory))
@@ -66,7 +66,7 @@ def is_hf_folder(directory: epath.PathLike) -> bool:
 
 
 def is_peft_folder(directory: epath.PathLike) -> bool:
-    """Returns True for a directory of PEFT adapters, or one that holds such directories."""
+    """Returns True for a directory of PEFT adapters, or one that contains such directories."""
     peft = _room("hf.peft", directory)
     return peft is not None and bool(peft.is_folder(directory))
 

@@ -48,16 +48,16 @@ from spmd_trainer.training.summary_writers import SummaryWriters
 def restore_for_inference(
     job: Job, averages: str, *, step: int | None = None, base: FrozenBase | None = None
 ) -> Restored:
-    """Restores the variables of a checkpoint, or averages of them, onto the job's mesh, without optimizer states.
+    """Restores a checkpoint's variables, or averages of them, onto the job's mesh. Leaves optimizer states out.
 
     Args:
-      job: the job; its flags `--restore_checkpoint_dir` and `--restore_checkpoint_step` choose the checkpoint.
-      averages: the averages to take, see `averages.of`. 'last:K' takes the mean of the checkpoint and the K - 1 before it.
+      job: the job. Its flags `--restore_checkpoint_dir` and `--restore_checkpoint_step` choose the checkpoint.
+      averages: 'ema', 'schedule_free', 'none', or 'last:K' for the mean of the checkpoint and the K - 1 before it.
       step: the step to restore, instead of `--restore_checkpoint_step`.
       base: the frozen base of adapters; pass the same object for several steps of a run. None loads the base.
 
     Raises:
-      UserError: there is no such checkpoint; or averages are asked for, and it is a Hugging Face or PEFT folder, which has none.
+      UserError: there is no such checkpoint; or `averages` isn't 'none' for a Hugging Face or PEFT folder, which has no averages.
       TooFewCheckpointsError: there are fewer than K checkpoints.
       CheckpointError: see `restore_from`.
     """
@@ -126,17 +126,18 @@ def restore_from(
     with_input: bool,
     base: FrozenBase | None = None,
 ) -> Restored:
-    """Restores a checkpoint of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
+    """Restores a state from `RunConfig.checkpoint_dir`: a checkpoint of this trainer or Pax, or a Hugging Face folder.
 
     Args:
+      layout: the layout of the state to restore, with or without optimizer states.
       step: the checkpoint's step; None for the newest complete checkpoint.
       partial: see `checkpointing.restore`.
       with_input: see `checkpointing.restore`.
       base: the frozen base to add to a state with adapters; None loads the base.
 
     Raises:
-      UserError: the directory holds no checkpoint.
-      CheckpointError: see `checkpointing.restore`; or the state and a checkpoint of another trainer both have adapters.
+      UserError: the directory has no checkpoint.
+      CheckpointError: see `checkpointing.restore`; or both the task and a different trainer's checkpoint have adapters.
     """
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
@@ -176,10 +177,10 @@ def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | No
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
-    """Returns the checkpoint steps that this process sees in the directory that a job restores from, in ascending order.
+    """Returns the checkpoint steps, ascending, that this process sees in the directory from which a job restores.
 
-    A Hugging Face or PEFT folder counts as step 0. Returns None for a training run that restores from no other directory: it has
-    no `--restore_checkpoint_dir`, or it has its own checkpoints, from which a restart resumes.
+    Returns [0] for a Hugging Face or PEFT folder. Returns None for a training run that doesn't read `--restore_checkpoint_dir`,
+    because the flag isn't given or the run already has checkpoints of its own.
 
     Raises:
       PaxError: the Pax save of the requested step is incomplete, or the directory has no finished Pax step.
@@ -196,17 +197,17 @@ def present_in_source(config: RunConfig) -> list[int] | None:
 
 
 def prefers_own(config: RunConfig) -> bool:
-    """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
+    """Returns True if `--mode=export` should export the run's own checkpoints although `--restore_checkpoint_dir` is given.
 
-    This is so if the flag names a Hugging Face folder, as in the command that trained the run, and the run has checkpoints.
-    The answer depends on the files that this process sees.
+    This is so if the run has checkpoints and the flag names a Hugging Face folder, because the command that trained the run
+    has the same flag. The result depends on the files that this process sees.
     """
     folder = config.restore_checkpoint_dir
     return folder is not None and checkpoint_sources.is_hf_folder(folder) and has_own(config)
 
 
 def has_own(config: RunConfig) -> bool:
-    """Returns True if a run has its own checkpoints, complete or damaged. Files of a save that was killed don't count."""
+    """Returns True if a run has its own checkpoints, complete or damaged. Ignores the files of an interrupted save."""
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
@@ -214,7 +215,7 @@ def follow(job: Job, averages: str) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or of the step at which training ended earlier. With
-    `--restore_checkpoint_step`, yields only that checkpoint. If another trainer wrote the checkpoints, yields only the newest.
+    `--restore_checkpoint_step`, yields only that checkpoint. Of a different trainer's checkpoints, yields only the newest.
 
     Raises:
       UserError: there is neither a checkpoint nor a training run that could write one; or the training run has failed, after
@@ -274,7 +275,7 @@ def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: It
 
 
 def _failure(directory: epath.Path) -> str:
-    """Returns a message that the training run of a checkpoint directory has failed; '' if the run has not failed."""
+    """Returns a message that says how the training run of a checkpoint directory has failed; '' if it has not failed."""
     failed = run_directory.failure(directory.parent)
     if failed is None:
         return ""

@@ -58,9 +58,9 @@ def make_experiment(
     The attributes are set on a subclass, because experiments read them through the instance, through its type and in class
     methods. If the constructor copies an attribute into the instance, as a dataclass does, the copy is set too.
 
-    An attribute that is a string, or annotated as a string or Any, takes text without quotes. If the annotation allows only
-    strings, or strings and None, numbers, true and false are taken as text too. So is None, unless the annotation allows None
-    or the attribute was None.
+    The value of an attribute that is a string, or annotated as a string or Any, may be text without quotes. An attribute that
+    is annotated as `str` or `str | None` also takes numbers, true and false as text; and takes None as text, unless its
+    annotation allows None or its value was None.
 
     Args:
       exp: the experiment as the caller gave it: a name, class or instance. An instance is copied.

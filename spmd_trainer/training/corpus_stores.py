@@ -1,4 +1,4 @@
-"""Tokenises a run's corpora once, with all processes together, into a shared cache (`--data_cache_dir`)."""
+"""Tokenizes a run's text corpora once, with all processes together, into a shared cache (`--data_cache_dir`)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from spmd_trainer.training.run_config import RunConfig
 
 # Each worker is a Python process that holds the tokenizer in memory.
 _MOST_WORKERS = 32
-# The thread that tokenises for the input that was built last. All processes build their inputs in the same order, so they also
+# The thread that tokenizes for the input that was built last. All processes build their inputs in the same order, so they also
 # wait for each other in the same order.
 _newest: threading.Thread | None = None
 
 
 @contextlib.contextmanager
 def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
-    """Context manager that tokenises an input's corpora into `config.data_cache_dir` in the background.
+    """Context manager that tokenizes an input's text corpora into `config.data_cache_dir`, in a background thread.
 
     Called by every process. Does nothing if `data_cache_dir` is not set.
 
     Args:
       built: the built input, before its first batch. Inputs other than `CorpusInput` are left alone.
-      config: the settings of the mode.
+      config: the run's settings.
 
     Raises:
       UserError: the cache directory can't be used.

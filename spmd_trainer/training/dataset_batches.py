@@ -136,7 +136,7 @@ class FiniteDataset:
 def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that calls `fn` and logs its first call, which compiles it.
 
-    With several processes, the first call waits until all have compiled, because a collective would wait for only 30 s.
+    With several processes, the first call waits until all have compiled, because a collective would time out after 30 s.
     """
     step: CompiledStep | jax.stages.Compiled | None = None
 
@@ -155,7 +155,7 @@ def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, 
 
 
 def _state_of(data: Any) -> str:
-    """Returns an input's current state as text, which changes if the files do; '' if the input can't tell its state."""
+    """Returns an input's state (its position and its data's identity) as text; '' for an input without `get_state`."""
     try:
         return repr(data.get_state())
     except NotImplementedError:
@@ -163,7 +163,6 @@ def _state_of(data: Any) -> str:
 
 
 def _num_batches(data: Any) -> int | None:
-    """Returns how many batches a built input has, or None if this is unknown."""
     number = getattr(data, "num_batches", None)
     return number if isinstance(number, int) and number > 0 else _limit(data)
 
@@ -182,7 +181,7 @@ def _limit(data: Any) -> int | None:
 
 
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
-    """Returns a function that checks the values of a batch, to be called for each batch of an input.
+    """Returns a function that checks the values of a batch. Call the function with each batch of an input.
 
     With `task.train.enforce_input_specs`, the function also compares the first batch with the specs in `declared`.
     """
@@ -206,14 +205,14 @@ def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Call
 
 
 def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
-    """Reads this process's first batch of a dataset, and makes the same checks as evaluation and decode make later.
+    """Reads this process's first batch of a dataset, and checks it as evaluation and decode do later.
 
     Args:
       kind: 'evaluation' or 'decode'.
 
     Returns:
-      The built input, reset to its beginning, for `Job.keep_input`. None if the position of the input can't be read, e.g. of a
-      Pax stream, because the input might then continue after its first batch.
+      The built input, reset to its beginning, for `Job.keep_input`. None if the input, e.g. a Pax stream, doesn't report its
+      position, because then it isn't known whether the reset worked.
 
     Raises:
       UserError: the input can't be built or read, it is empty, or the batch differs from its declared specs.

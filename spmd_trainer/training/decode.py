@@ -37,7 +37,7 @@ _RETURNED = ("ids", "eval_sample_weights", "prompt_index", "prefix_lengths")
 
 
 class Decodes:
-    """Decodes every decode dataset of a job. The first `run` builds the inputs and decode steps, each compiled once."""
+    """Decodes every decode dataset of a job. The first call of `run` builds the inputs and compiles the decode steps."""
 
     def __init__(self, job: Job, writers: SummaryWriters):
         self._job = job
@@ -162,7 +162,7 @@ class DecodeDataset(FiniteDataset):
         return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:
-        """Decodes the batch with this index, given this process's rows. Returns the per-example outputs of `model.decode`."""
+        """Decodes `batch` (this process's rows), and returns the per-example outputs. The random key depends on `index`."""
         return self._run_step(state, batch, index)[1]
 
     def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[Packed, PyTree, PyTree]:
@@ -174,11 +174,11 @@ class DecodeDataset(FiniteDataset):
 
 
 def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> NestedMap:
-    """Adds `gumbel_prng_key`, one random key per row, to the batch if praxis' sampler accepts it.
+    """Adds one random key per row to the batch, as `gumbel_prng_key`, if praxis' sampler accepts such keys.
 
-    With one key for the whole batch, a row's noise would depend on the padded vocabulary size, and so on the mesh. The batch
-    stays as it is for greedy and beam search, which need no noise, for praxis' vanilla sampling, which refuses per-row keys,
-    and for classifier-free guidance, which doubles the rows.
+    With a single key for the whole batch, a row's noise would depend on the padded vocabulary size and therefore on the mesh.
+    Does not change the batch for greedy and beam search, which need no noise, for praxis' vanilla sampling, which refuses
+    per-row keys, and for classifier-free guidance, which doubles the rows.
 
     Returns:
       The batch with `gumbel_prng_key`, uint32 [batch, key size], or the unchanged batch.

@@ -1,7 +1,7 @@
 """Writes the outputs of a decode: a file with one JSON record per example, and log lines with some examples.
 
 The records are saved batch by batch, so a decode that was killed can continue. The file itself appears only once it is complete.
-`check_prompts` makes sure beforehand that prompts leave the model room to decode.
+`check_prompts` makes sure beforehand that no prompt is too long for the model to continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_DECODED = 1.0
 # Longer texts are cut to this size in the log; the file has them in full.
 _MOST_LINES = 24
 _MOST_CHARACTERS = 2000
-# Colours of a terminal.
+# Terminal colors.
 _STYLES = {"prompt": "", "output": "bold green"}
 
 
@@ -50,7 +50,7 @@ def records(
         models return `output_ids` [batch, samples, length], the best sample first; other models' arrays are written by name.
       inputs: the batch's arrays among `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths`.
       first: index of the batch's row 0 in the dataset.
-      text_of: converts a sample's decoded ids [length] to text, for models that cut the text; None: `data` converts them.
+      text_of: converts a sample's decoded ids [length] to text, e.g. to cut it at a stop string; None: `data` converts them.
 
     Yields:
       For a language model: `index`, `prompt`, the best sample's `output` and `score`, and the `outputs`, `scores` and `ids` of
@@ -91,7 +91,7 @@ def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
 
 
 def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
-    """Checks that the model has room to continue every prompt of a batch.
+    """Checks that every prompt of a batch is short enough for the model to continue.
 
     Raises:
       UserError: a prompt is too long. The message names the prompt, its length, the limit and the fix.
@@ -111,7 +111,7 @@ def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
 
 
 def _longest_prompt(task: Any) -> int | None:
-    """Returns the maximum length of a prompt in tokens that leaves room to decode a token; None if the model has no limit."""
+    """Returns the maximum prompt length, in tokens, with which the model can decode a token; None if there is no limit."""
     hparams = getattr(task.model, "decoder_tpl", None)
     length = getattr(hparams, "seqlen", 0)
     if hparams is None or not length:
@@ -136,7 +136,7 @@ def _counts_prompts(hparams: Any) -> bool:
 
 
 def _positions(task: Any) -> int | None:
-    """Returns the number of positions of a model with learnt position embeddings, or None for other models."""
+    """Returns the number of positions of a model with learned position embeddings, or None for other models."""
     position_p = getattr(getattr(task.model, "lm_tpl", None), "position_emb_tpl", None)
     if position_p is None or not issubclass(position_p.cls, embedding_softmax.TrainablePositionalEmbedding):
         return None
@@ -186,10 +186,10 @@ def _texts(data: Any, rows: list[np.ndarray]) -> list[str]:
 
 
 def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
-    """Returns the length of each of a row's samples in tokens, prompt included.
+    """Returns the length, in tokens, of each of a row's samples, including the prompt, whose length is `prefix`.
 
-    praxis sets `decode_lengths` to `seqlen` for a sample that had reached neither its end-of-text token nor its number of steps
-    when the decode loop ended, as happens without `fprop_for_prefix`. Its `logprobs` show which positions were decoded.
+    If praxis' decode loop ends before a sample does, which is possible without `fprop_for_prefix`, praxis sets the sample's
+    `decode_lengths` to `seqlen`. Therefore the length is read from `logprobs`, which show how many positions were decoded.
     """
     lengths = [int(length) for length in np.atleast_1d(outputs["decode_lengths"][row])]
     if "logprobs" not in outputs:
@@ -233,7 +233,7 @@ class DecodeOutput:
         Args:
           directory: `decode_out/DATASET`.
           step: the step of the variables.
-          identity: fingerprint of variables, data and settings. Files with another identity are not used.
+          identity: fingerprint of variables, data and settings. Files with a different identity are not used.
         """
         self.path = directory / f"step_{step}.jsonl"
         self._summary = directory / f"step_{step}.json"
@@ -250,7 +250,7 @@ class DecodeOutput:
         return summary["metrics"]
 
     def batches_done(self) -> int:
-        """Returns how many batches, from the first on, are decoded with the same identity. If none, deletes all batch files."""
+        """Returns how many batches, counted from batch 0, have a file with this identity. If none has, deletes all files."""
         done = 0
         while (part := _read_json(self._part(done))) is not None and part["identity"] == self._identity:
             done += 1
@@ -261,7 +261,7 @@ class DecodeOutput:
     def add(
         self, batch: int, records: list[dict[str, Any]], values: Mapping[str, float], weights: Mapping[str, float]
     ) -> None:
-        """Writes the examples and the scalars, with their weights, of the batch with index `batch`."""
+        """Writes a batch's file: its examples, and its scalars with their weights. `batch` is the batch's index."""
         self._parts.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record, ensure_ascii=False) for record in records]
         part = {"identity": self._identity, "values": dict(values), "weights": dict(weights), "lines": lines}
@@ -299,7 +299,7 @@ def _read_json(path: epath.Path) -> dict[str, Any] | None:
 
 
 def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path) -> None:
-    """Logs one decoded example, and prints it in colours if there is a live display."""
+    """Logs one decoded example, and prints it in color if there is a live display."""
     head = f"decoded {dataset} at step {step}, example {record['index']}:"
     parts = {name: shown(str(record[name]), file) for name in _STYLES if name in record}
     if "output" not in parts:

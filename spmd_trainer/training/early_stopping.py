@@ -53,7 +53,7 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
         return self._best is not None and not self._since_best
 
     def dataset_among(self, names: Iterable[str]) -> str | None:
-        """Returns the longest of the dataset `names` that `metric` begins with, or None. Names may contain slashes."""
+        """Returns the longest of the dataset names with which `metric` begins, or None. Names may contain slashes."""
         return max((name for name in names if self.metric.startswith(f"{name}/")), key=len, default=None)
 
     def __call__(self, metrics: Mapping[str, Any], running_mode: str, step: int, is_last: bool) -> bool:
@@ -82,10 +82,10 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 
 
 class EarlyStop(Callback):
-    """Asks `task.early_stopping_fn` after each evaluation during training whether to stop.
+    """Callback that calls `task.early_stopping_fn` after each evaluation during training, and stops training if it returns True.
 
-    If the function is an `EarlyStopping`, a restarted run recovers the count of evaluations without improvement from `summaries`,
-    and the best checkpoint so far is kept in `job_log_dir/best`, which `--restore_checkpoint_dir` can name.
+    If the function is an `EarlyStopping`, a restarted run recovers the count of evaluations without improvement from the files
+    in `summaries`. The best checkpoint so far is then kept in `job_log_dir/best`, which `--restore_checkpoint_dir` can name.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class EarlyStop(Callback):
         self._watched: str | None = None
 
     def on_start(self, run: Run) -> None:
-        """Recovers the count of evaluations without improvement. Stops the run if it had already been stopped at `run.step`."""
+        """Recovers the count of evaluations without improvement. Stops the run if early stopping had ended it at this step."""
         fn = run.task.early_stopping_fn
         if not isinstance(fn, EarlyStopping):
             return
@@ -123,10 +123,10 @@ class EarlyStop(Callback):
             run.stop(STOPPED)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Asks `early_stopping_fn` whether to stop, and saves the best checkpoint. All processes follow process 0's answer.
+        """Calls `early_stopping_fn`, and saves the best checkpoint. All processes use the function's result on process 0.
 
-        The function is asked only once about each step, even if the run had ended at this step and is restarted. It is not asked
-        if it may read metrics of a training batch and the evaluation had none.
+        Doesn't call the function a second time for the same step, e.g. for a step that `on_start` has replayed. Doesn't call it
+        either if it may need the metrics of a training batch but none was evaluated, because the training input has ended.
         """
         fn = run.task.early_stopping_fn
         if fn is None:

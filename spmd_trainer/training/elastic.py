@@ -66,10 +66,10 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 
 
 def batch_settings(job: Job, num_devices: int) -> BatchSettings:
-    """Returns the batch settings on `num_devices` devices, as the partitioner's `elastic_batch` says.
+    """Returns the batch settings for `num_devices` devices, according to the partitioner's `elastic_batch`.
 
-    They are derived from the settings that this process began with, so that a return to the initial number of devices restores
-    the initial settings. After a restart, the devices that the run then finds are the initial ones.
+    They are derived from the settings and the number of devices with which this process began, not from the current ones.
+    Therefore a return to the initial number of devices restores the initial settings.
     """
     partitioner = job.partitioner
     now = job.batch or BatchSettings(partitioner.mesh.size, partitioner.num_minibatches, partitioner.num_minibatches)

@@ -145,7 +145,7 @@ def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str,
 
     Args:
       results: {'DATASET/metric': value}. Both names may contain slashes.
-      names: the names of all datasets. The longest name that a key begins with is its dataset.
+      names: the names of all datasets. A metric belongs to the dataset with the longest name that its key begins with.
     """
     datasets: dict[str, dict[str, float]] = {}
     longest_first = sorted(names, key=len, reverse=True)
@@ -192,7 +192,7 @@ def _answers(experiment: ResolvedExperiment) -> bool:
 
 
 def _table(how: str, then: str, loss: str, evaluated: Mapping[str, str]) -> Table:
-    """Returns a table of a run's outcome. It has no commands and paths, because a table would wrap them."""
+    """Returns a table for the terminal: how the run ended, how to continue (`then`), the loss, and {dataset: metrics}."""
     # Only terminals need rich.
     from rich import box
     from rich.table import Table
@@ -216,7 +216,7 @@ def _steps_text(saved: list[int]) -> str:
 
 
 def _python_call(config: RunConfig, function: str) -> str:
-    """Returns the text of a call of `spmd_trainer.evaluate` or `decode`, with the overrides that apply to it."""
+    """Returns the code of a call of `spmd_trainer.evaluate` or `decode`, with the overrides that this function needs."""
     arguments = [type(config.experiment.experiment).__name__, repr(str(config.job_log_dir))]
     given = config.experiment.overrides
     if overrides := [one for one in given if one.startswith(_OF_THE_MODEL) or not one.startswith(_OF_TRAINING)]:

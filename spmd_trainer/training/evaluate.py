@@ -31,7 +31,7 @@ _IDENTITY = "identity"
 
 
 class Evaluations:
-    """Evaluates every evaluation dataset of a job. The first `run` builds the inputs and evaluation steps, each compiled once."""
+    """Evaluates every evaluation dataset of a job. The first call of `run` builds the inputs and compiles the steps."""
 
     def __init__(self, job: Job, writers: SummaryWriters):
         self._job = job
@@ -40,7 +40,7 @@ class Evaluations:
         self._train_step: EvalStep | None = None
 
     def use_batch(self, job: Job) -> None:
-        """Prepares for training batches of another shape: from now on, `run` evaluates those of `job`."""
+        """Makes later calls of `run` evaluate training batches of a new shape: the shape of `job`'s batches."""
         self._job, self._train_step = job, None
 
     def run(
@@ -56,9 +56,9 @@ class Evaluations:
 
         Args:
           state: a state without optimizer states.
-          train_batch: a training batch, on the devices, to evaluate as well (without dropout and the like), or None.
+          train_batch: a training batch, on the devices, to evaluate as well (in evaluation mode, without dropout); or None.
           next_batch: called if `train_batch` is None; returns a training batch to evaluate, or None if the input has ended. Not
-            called if an earlier start of the run has evaluated a training batch at this step.
+            called if the run has evaluated a training batch at this step before it was restarted.
           between_batches: called before each batch of a dataset. If it raises, the evaluation stops.
 
         Returns:

@@ -98,7 +98,7 @@ def text(tag: str, content: str) -> summary_pb2.Summary:
 
 
 def image(tag: str, png: bytes, size: tuple[int, ...]) -> summary_pb2.Summary:
-    """Makes an image summary of a PNG file; `size` is (height, width)."""
+    """Makes an image summary. `png` is the content of a PNG file; `size` is (height, width)."""
     height, width = size
     content = np.array([str(width).encode(), str(height).encode(), png], dtype=object)
     metadata = image_metadata.create_summary_metadata(display_name=None, description="")

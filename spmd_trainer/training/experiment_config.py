@@ -89,12 +89,12 @@ def resolve(
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
       mesh: the mesh of `--mesh`, or None.
-      join: connects the job's processes and returns their number; None if no run follows. If given, CPU devices stand in for a
-        missing accelerator before the dataset methods are called, because those of Pax call `jax.local_device_count()`.
+      join: function that connects the job's processes and returns their number; None if no run follows. If given, calls
+        `let_host_devices_stand_in` before the dataset methods, because those of Pax call `jax.local_device_count()`.
 
     Raises:
-      UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other;
-        see also `let_host_devices_stand_in`.
+      UserError: the experiment, a field or an attribute is unknown; a value is invalid; or the experiment's settings contradict
+        each other. See also `let_host_devices_stand_in`.
     """
     found, overrides = experiment_registry.find(exp), tuple(overrides)
     _check_class(found.cls, exp, found.label)
@@ -156,7 +156,7 @@ def _with_task(
 
 
 def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, overrides: Sequence[str]) -> None:
-    """Sets the `base_model` of a `mup.Mup` config to the experiment's model with the overrides in the config's `base`.
+    """Sets a `mup.Mup` config's `base_model`: the experiment's model after applying the overrides in the config's `base`.
 
     Raises:
       UserError: `base` is not a mapping, or names an attribute or a path that the experiment doesn't have.

@@ -16,7 +16,7 @@ _LOGGED_EVERY = 100
 _VALID = "is_valid_step"
 # The last part of the summary names of gradient norms before clipping.
 GRAD_NORM = "raw_grad_norm"
-# The run ends after this many steps in a row from which nothing was learnt, because it would only waste device time.
+# The run ends after this many steps in a row from which nothing was learned, because it would only waste device time.
 MAX_IDLE_STEPS = 100
 
 
@@ -25,7 +25,7 @@ class NonFiniteStepError(UserError):
 
 
 class NothingLearntError(UserError):
-    """Many steps in a row taught the model nothing: all weights of their batches were 0, or the loss or gradient was invalid."""
+    """Many consecutive steps taught the model nothing: a batch's weights were all 0, or its loss or gradient was invalid."""
 
 
 def is_accepted(scalars: Scalars) -> bool:
@@ -84,7 +84,7 @@ class InvalidSteps(Callback):
 
         Raises:
           NonFiniteStepError: the step is invalid, and `stop` was set.
-          NothingLearntError: nothing was learnt from the last `MAX_IDLE_STEPS` steps.
+          NothingLearntError: nothing was learned from the last `MAX_IDLE_STEPS` steps.
         """
         if not is_valid(scalars):
             self._count(run, step, scalars)

@@ -58,8 +58,8 @@ class Job:
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.
-      stage: the stage of `task.train.batch_ramp` and `sequence_ramp`: the last stage, unless `at_step` has chosen another one.
-        None without a ramp.
+      stage: the current stage of the batch-size and sequence-length ramps. `build` chooses the last stage, `at_step` the stage of
+        a given step. None without a ramp.
     """
 
     config: RunConfig
@@ -103,7 +103,7 @@ class Job:
         return job
 
     def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:
-        """Returns the same job on another mesh, with other batch settings. The task is the same object.
+        """Returns a copy of the job on a new mesh, with new batch settings. The copy has the same task object.
 
         Raises:
           UserError: the batch can't be scaled, or the new mesh doesn't fit the mappings.
@@ -130,7 +130,7 @@ class Job:
         return ramps.stages_of(self.task.train)
 
     def at_step(self, step: int) -> Job:
-        """Returns the job in the ramp stage to which the training step after `step` belongs; without a ramp, the job itself."""
+        """Returns the job in the ramp stage for the training step that follows `step`. Without a ramp, returns the job itself."""
         if self.stage is None:
             return self
         stage = ramps.stage_at(self.stages, step)
@@ -194,7 +194,7 @@ class Job:
         return built
 
     def cut(self, batch: PyTree) -> PyTree:
-        """Returns one process's training batch, with its rows cut into shorter ones if `stage` has a length."""
+        """Cuts the rows of one process's training batch into rows of length `stage.length`; does nothing if that is None."""
         return batches.cut_rows(batch, self.stage.length) if self.stage and self.stage.length else batch
 
     def build_input(self, input_p: Any) -> Any:
@@ -217,7 +217,7 @@ class Job:
         return built
 
     def keep_input(self, input_p: Any, built: Any) -> None:
-        """Keeps a built input, positioned at its beginning, for the next `build_input` of the same config."""
+        """Keeps a built input, positioned at its beginning. The next call of `build_input` with the same config returns it."""
         self._kept[id(input_p)] = built
 
     def settings_lines(self) -> list[str]:
@@ -311,7 +311,7 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
 
 
 def _check_vocabulary(built: Any, task: SingleTask) -> None:
-    """Refuses an input with a larger vocabulary than the model: JAX would look embeddings up out of bounds without an error."""
+    """Refuses an input with a larger vocabulary than the model, because JAX allows out-of-bounds embedding lookups."""
     vocab_size = vocabulary_size(task)
     if vocab_size is None:
         return

@@ -38,15 +38,15 @@ class TrainingStatus:
 
     Attributes:
       step: the last step whose scalars have arrived.
-      num_steps: training is complete at this step.
+      num_steps: the step at which training is complete.
       loss: the loss of `step`; None before the first step.
       seconds_per_step: mean over the last steps; None until measured.
       items_per_step: number of tokens (or examples) in a global batch.
       unit: what the items are, 'tokens' or 'examples'.
-      utilization: {name of a FLOPs count of `watch.progress.flops_per_item`: model FLOPs utilization, 0 to 1}; {} if unknown.
+      utilization: {way of counting FLOPs, see `watch.progress.flops_per_item`: model FLOPs utilization, 0 to 1}; {} if unknown.
       memory: memory use of this process's fullest device; None if the backend doesn't report it.
-      due: {'save', 'eval' or 'decode': the next step at which it is due}, without those that are disabled.
-      steps_left: the remaining work, as a number of steps with the current batch size; None: num_steps - step.
+      due: {'save', 'eval' or 'decode': the next step at which it is due}. Disabled ones are left out.
+      steps_left: the number of remaining steps, converted to steps of the current batch size; None: num_steps - step.
       activity: current activity other than training, e.g. 'saving step 12'; empty during training.
     """
 
@@ -82,7 +82,7 @@ class Display(Protocol):
     """Shows the status on a terminal."""
 
     def print(self, content: RenderableType) -> None:
-        """Prints above the live line. Text too long for a row is left for the terminal to wrap."""
+        """Prints above the live status line. Doesn't break long lines; the terminal wraps them."""
 
 
 class LiveStatus:
@@ -91,7 +91,7 @@ class LiveStatus:
     Attributes:
       training: function that returns the status of the training run; None without a training run. Any thread may call it.
       display: the active display, or None.
-      running: one function per active phase, the oldest first. It returns the phase's status; None while a nested phase runs.
+      running: one function per active phase, the oldest first. Each returns its phase's status; None while a nested phase runs.
     """
 
     def __init__(self) -> None:

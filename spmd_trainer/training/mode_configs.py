@@ -1,4 +1,4 @@
-"""Settings of `--mode=export`, `--mode=page` and `--mode=port`."""
+"""Settings of `--mode=export`, `--mode=page` (a run's HTML page) and `--mode=port` (code written for paxml)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _page = functools.partial(setting, group="The page of a run (--mode=page)")
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig(RunConfig):
-    """Settings of `--mode=export`."""
+    """Settings of `--mode=export`, which writes a checkpoint as a Hugging Face folder."""
 
     mode: str = "export"
     directory: epath.Path = _export(
@@ -56,7 +56,7 @@ class ExportConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PageConfig(Settings):
-    """Settings of `--mode=page`, for the runs in `directories`."""
+    """Settings of `--mode=page`, which writes or serves an HTML page about the runs in `directories`."""
 
     directories: Sequence[str]
     page_file: str | None = _page(
@@ -75,7 +75,7 @@ class PageConfig(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class PortConfig(Settings):
-    """Settings of `--mode=port`."""
+    """Settings of `--mode=port`, which prints the changes that code written for paxml needs."""
 
     module: str = _planning(
         None,

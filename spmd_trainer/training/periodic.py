@@ -79,8 +79,8 @@ class Schedule:
 
         Args:
           checkpoints: the run's checkpoints, whose `should_save` decides which steps are saved.
-          asked: whether a signal asked for a checkpoint.
-          leaves: whether the run stops early after this step. Then nothing is due, because the run saves after its loop.
+          asked: True if a signal requested a checkpoint.
+          leaves: True if the run stops early after this step. Then nothing is due; the run saves its state when the loop ends.
         """
         if leaves:
             return Due(save=False, evaluate=False, decode=False)
@@ -105,7 +105,7 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns the evaluation and decode that are left when training is complete at `step`, even if no interval ends there.
+        """Returns the evaluation and the decode to do after the last step, `step`, unless done at this step already.
 
         Args:
           evaluated: the step of the last evaluation, or None.
@@ -137,20 +137,20 @@ class PeriodicWork:
         self.use(job)
 
     def use(self, job: Job) -> None:
-        """Switches to a job on another mesh. The evaluation and decode steps are compiled again."""
+        """Switches to a job on a new mesh. The evaluation and decode steps are compiled again."""
         self._job = job
         self._evaluations = evaluate.Evaluations(job, self._run.summaries)
         self._decodes = decode.Decodes(job, self._run.summaries)
 
     def use_batch(self, job: Job) -> None:
-        """Switches to the training batches of `job`, which have another shape."""
+        """Switches to the training batches of `job`, whose shape differs from the current one."""
         self._job = job
         self._evaluations.use_batch(job)
 
     def do(
         self, due: Due, batches: Prefetcher, batch: PyTree | None, between_batches: Callable[[], None] = no_op
     ) -> None:
-        """Evaluates and decodes the run's state, as far as `due` says.
+        """Evaluates the run's state if `due.evaluate` is True, and decodes with it if `due.decode` is True.
 
         Args:
           batch: the batch of the last training step; None if the batch isn't on the devices.
@@ -179,9 +179,9 @@ class PeriodicWork:
                     self._callbacks.call("after_decode", run, run.step, dataset, samples)
 
     def complete(self, schedule: Schedule, request: SaveRequest, batches: Prefetcher, batch: PyTree | None) -> None:
-        """Evaluates and decodes after the last step unless this is done already, while the last checkpoint is written.
+        """Evaluates and decodes after the last step, unless this was done before. Meanwhile the last checkpoint is written.
 
-        A signal interrupts this work between two batches. The next start of the run does the rest.
+        A signal interrupts this work between two batches. Restarting the run completes it.
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)

@@ -146,7 +146,7 @@ class Phase:
 
 
 def _moments(announce_after: float) -> Iterator[float]:
-    """Yields when a phase logs lines, in seconds after its start. Includes the first line unless it is logged at once."""
+    """Yields the times of a phase's log lines, in seconds after its start. Leaves out a first line at time 0."""
     if announce_after:
         yield announce_after
     for seconds in itertools.chain(_MOMENTS, itertools.count(60.0, 60.0)):

@@ -1,6 +1,6 @@
 """Batch-size and sequence-length ramps: training in stages. All steps of a stage have the same batch shape.
 
-`task.train.batch_ramp` sets the rows of the global batch from given steps on, `task.train.sequence_ramp` the tokens per row.
+`task.train.batch_ramp` sets the number of rows in the global batch from given steps on; `sequence_ramp` sets the tokens per row.
 Step n takes the input's rows that follow the rows of all earlier steps, so the rows depend on n alone. Therefore a run that was
 killed continues with the same batches as an uninterrupted run.
 """
@@ -105,10 +105,10 @@ def shapes_in(stage: Stage, declared: PyTree, num_processes: int) -> PyTree:
 
 
 def with_rows(input_p: Any, stage: Stage, num_processes: int) -> Any:
-    """Sets the batch size of a stage in the config of the training input, and returns the config.
+    """Sets the batch size in the training input's config to that of a stage. Returns the config.
 
     Raises:
-      UserError: the input can't continue at the same row with another batch size, because its position does not count rows.
+      UserError: the input can't continue at the same row with a different batch size: it isn't an `IndexedInput`.
     """
     kind = fdl.get_callable(input_p)
     if not (isinstance(kind, type) and issubclass(kind, IndexedInput)):
@@ -146,7 +146,7 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
       shapes: ShapeDtypeStructs of the global batch without ramps.
 
     Raises:
-      UserError: the run is elastic, or a schedule by tokens assumes another number of tokens per step than the stages have.
+      UserError: the run is elastic, or a `PiecewiseByTokens` schedule has different numbers of tokens per step than the stages.
     """
     if partitioner.elastic:
         raise UserError("task.train.batch_ramp and sequence_ramp need elastic=False")
@@ -164,7 +164,7 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
 
 
 def steps_left(stages: Sequence[Stage], step: int, num_steps: int) -> float:
-    """Returns the work from `step` to `num_steps`, as a number of steps with the batch size of the next step."""
+    """Returns the number of steps from `step` to `num_steps`, converted to steps with the batch size of the next step."""
     if step >= num_steps or len({stage.rows for stage in stages}) < 2:
         return num_steps - step
     ends = [*(stage.first for stage in stages[1:]), num_steps]

@@ -1,7 +1,6 @@
-"""Stores the reference model's log-probabilities of answers in a run's directory, and gives them to inputs of preference pairs.
+"""Stores the reference model's log-probabilities of answers in a run's directory, and adds them to inputs of preference pairs.
 
-`reference_logps` computes them when a run begins. `attach` gives them to each input that is built later, in the same start of the
-run or a later one.
+`reference_logps` computes them when a run begins. `attach` adds them to each input that is built later, also after a restart.
 
 In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` has the values of the pairs from pair N on, NaN for pairs that the
 input leaves out. CHECKSUM covers the pairs' files and the settings that turn them into tokens, so different pairs have different
@@ -34,7 +33,7 @@ _PART = re.compile(r"part_(\d+)\.json")
 
 
 def attach(data: Any, job_log_dir: epath.Path) -> None:
-    """Gives an input its reference log-probabilities, if the input needs them and their files are complete.
+    """Adds reference log-probabilities to an input, if the input needs them and their files are complete.
 
     Called by every process. An input that lacks the log-probabilities it needs refuses to return batches.
 
@@ -80,7 +79,7 @@ class ReferenceFiles:
         return found if len(found) == self._num_pairs else None
 
     def num_done(self) -> tuple[int, int]:
-        """Returns how many pairs, from the first on, have stored values, and how many of these the input doesn't leave out."""
+        """Returns how many pairs, counted from pair 0, have stored values, and how many of those values aren't NaN."""
         found = self._done()
         return len(found), int(np.count_nonzero(~np.isnan(found[:, 0])))
 
@@ -88,21 +87,24 @@ class ReferenceFiles:
         return np.concatenate([np.zeros((0, 2), np.float32), *self._in_order()])
 
     def remove_of_other_models(self) -> int:
-        """Removes the files that another model computed; returns their number."""
+        """Removes the files whose values a different reference model computed; returns the number of these files."""
         outdated = [path for _, path in self._paths() if _read(path)["model"] != self._model]
         for path in outdated:
             path.unlink()
         return len(outdated)
 
     def write(self, logps: np.ndarray, *, end: int) -> None:
-        """Writes log-probabilities, float32 [n, 2], of the last n pairs before index `end`. Only process 0 writes."""
+        """Writes `logps`, float32 [pairs, 2 (chosen, rejected)], for the pairs just before index `end`. Only process 0 writes."""
         if jax.process_index() or not len(logps):
             return
         record = {"model": self._model, "logps": logps.astype(np.float64).tolist()}
         write_atomically(self.directory / f"part_{end - len(logps):09}.json", [json.dumps(record)])
 
     def _in_order(self) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities in each file, float32 [pairs, 2], up to a missing pair or another model's file."""
+        """Yields each file's log-probabilities, float32 [pairs, 2 (chosen, rejected)].
+
+        Stops at the first missing pair, or at the first file that a different model wrote.
+        """
         end = 0
         for first, path in self._paths():
             if first < end:  # left over from before a file was removed

@@ -106,11 +106,11 @@ class _Dataset(FiniteDataset):
 def _logps_step(
     layout: Layout, state: TrainState, key: jax.Array, inputs: NestedJTensor, *rest: Any
 ) -> tuple[None, tuple[jax.Array, jax.Array]]:
-    """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
+    """Evaluates the model on a batch. The arguments are those of `step_fns.eval_step`.
 
     Returns:
-      None, and the pair (pair indices, int32 [batch], -1 for padding rows; log-probabilities of the two answers, float32
-      [batch, 2]).
+      None, and a tuple: the preference pairs' indices, int32 [batch], -1 for padding rows; and the log-probabilities of the
+      pairs' two answers, float32 [batch, 2 (chosen, rejected)].
     """
     _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
     pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)
@@ -118,13 +118,13 @@ def _logps_step(
 
 
 def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
-    """Returns the log-probabilities of the pairs from `first` to a batch's last pair; NaN for pairs that the input leaves out.
+    """Sorts a batch's log-probabilities by pair. Returns them from pair `first` to the last one; NaN for missing pairs.
 
-    With several processes, the rows of a batch are in the order of the mesh's devices, so a process's rows need not be adjacent.
+    The rows need sorting because, with several processes, they are in the order of the mesh's devices.
 
     Args:
-      pairs: indices of the pairs, int32 [batch], -1 for padding rows.
-      logps: log-probabilities of the pairs' two answers, float32 [batch, 2].
+      pairs: index of each row's pair, int32 [batch], -1 for padding rows.
+      logps: log-probabilities of the pairs' two answers, float32 [batch, 2 (chosen, rejected)].
       first: index of the first pair to return.
     """
     wanted = pairs >= first

@@ -40,13 +40,13 @@ def log_choices(lines: Iterable[str]) -> None:
 
 
 def of_forward_pass(job: Job) -> list[str]:
-    """Returns one line per chosen attention or expert kernel, with reasons, e.g. 'attention kernel: chunked (not cudnn: ...)'.
+    """Returns one line per chosen attention or expert kernel. It says why, e.g. 'attention kernel: chunked (not cudnn: ...)'.
 
-    Traces the train step's forward pass on the job's mesh; or the evaluation step, for a partitioner that has its own forward
-    pass (`ShardMapPartitioner`). A model without attention and expert layers gives no lines.
+    Traces the train step's forward pass on the job's mesh. If the partitioner has its own forward pass (`ShardMapPartitioner`),
+    traces the evaluation step instead. Returns an empty list for a model without attention and expert layers.
 
     Raises:
-      UserError: a layer asks for a kernel that can't be used.
+      UserError: a layer requests a kernel that can't be used.
     """
 
     def forward(
@@ -65,7 +65,7 @@ def of_forward_pass(job: Job) -> list[str]:
 def of_inputs(job: Job) -> list[InputLayout]:
     """Returns the batch layouts of the training, evaluation and decode inputs, in this order.
 
-    If an input's shapes are unknown, e.g. because its files are not on this machine, its layout has the reason instead of shapes.
+    If an input's shapes are unknown, e.g. because its files aren't on this machine, its layout says why instead of the shapes.
     """
     config = job.config.experiment.config
     uses = {"train": config.train_datasets, "eval": config.eval_datasets, "decode": config.decode_datasets}

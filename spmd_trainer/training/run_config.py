@@ -136,7 +136,7 @@ class TrainConfig(StepConfig):
 
     Attributes:
       callbacks: the caller's own callbacks, called after those of `task.train.callbacks`.
-      step_inputs: {path: number} of the learner's numbers that are inputs of the compiled step; see `training.step_inputs`.
+      step_inputs: {path: value} of hyperparameters to pass to the compiled step as inputs; see `training.step_inputs`.
     """
 
     mode: str = "train"
@@ -271,7 +271,7 @@ class VerifyConfig(StepConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CoordCheckConfig(RunConfig):
-    """Settings of `--mode=coord_check`."""
+    """Settings of `--mode=coord_check`, which checks muP: it trains models of several widths for a few steps."""
 
     mode: str = "coord_check"
     widths: tuple[str, ...] = _planning(
@@ -285,7 +285,7 @@ class CoordCheckConfig(RunConfig):
 
     @property
     def multiples(self) -> list[int]:
-        """The widths as numbers, in ascending order.
+        """The values of `--widths`, multiples of the base model's width, as integers in ascending order.
 
         Raises:
           UserError: the widths are not two or more different whole numbers.

@@ -37,7 +37,7 @@ from spmd_trainer.storage.run_files import (
 _OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|(data|coord_check)\.html")
 # The file that holds the training process's lock.
 LOCK = "lock"
-# Entries of the record that say how the run was started. They come from the newest start that has begun to train.
+# Entries of the record that say how the run was launched. They come from the newest launch that has begun to train.
 _OF_BEGUN = ("overrides", "settings", "working_directory")
 # Maximum number of changed settings that are logged.
 _MAX_TOLD = 10
@@ -47,7 +47,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     """Makes sure that this experiment may use a `job_log_dir`.
 
     Raises:
-      UserError: the directory holds a run of another experiment, a Pax run or, if `trains`, other files; or it can't be read.
+      UserError: the directory can't be read, or has a Pax run, a different experiment's run or, if `trains`, unrelated files.
     """
     with access.explained("--job_log_dir", directory):
         names = names_in(directory)
@@ -69,7 +69,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
         )
     if {RUN, OLD_MARKER} & names:
         may_be_ours = not record or "status" in record  # a record that can't be read counts as ours
-    else:  # files that a killed start or a mode that doesn't train leaves
+    else:  # files that a killed launch or a mode that doesn't train leaves
         may_be_ours = all(
             name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
         )
@@ -99,20 +99,20 @@ def _write(path: epath.Path, record: Mapping[str, object]) -> None:
 
 
 def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
-    """Writes the record and the settings of a starting training run into its directory, and clears earlier failures.
+    """Writes a training run's record and settings into its directory when the run starts, and clears earlier failures.
 
-    Process 0 writes; each process removes its share of the files about failures of earlier starts. The entries that
-    `mark_begin_of_training` wrote for an earlier start stay, because this start may fail before its first step.
+    Process 0 writes; each process removes its share of the files about failures. If the run is restarted, the entries that
+    `mark_begin_of_training` wrote at the previous launch stay, because this launch may fail before its first step.
 
-    Settings that have changed since the last training in the directory are logged.
+    Logs the settings that have changed since the last training in the directory.
 
     Args:
       directory: the `job_log_dir`.
-      about: {name: JSON value}, facts about this start. 'experiment' is the experiment's full name.
+      about: {name: JSON value}, facts about this launch. 'experiment' is the experiment's full name.
       settings: lines 'path: value'; see `write_config`.
     """
     for process, name in failures_among(names_in(directory)).items():
-        # A process may just have written its own file, which no other process may delete. This start may have fewer processes.
+        # A process may just have written its own file, which no other process may delete. This launch may have fewer processes.
         if process % jax.process_count() == jax.process_index():
             (directory / name).unlink(missing_ok=True)
     if jax.process_index():
@@ -135,7 +135,7 @@ def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list
 
 
 def report_directory(job_log_dir: epath.Path) -> epath.Path:
-    """Creates and returns the directory for reports: `job_log_dir`, or its `inspect/` if a training run has reports there."""
+    """Creates and returns the directory for reports: `job_log_dir/inspect` if `job_log_dir` has a run, else `job_log_dir`."""
     directory = job_log_dir / "inspect" if has_run(job_log_dir) else job_log_dir
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -153,13 +153,13 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
 def mark_begin_of_training(
     directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object], *, trains: bool = True
 ) -> None:
-    """Records a starting run's overrides and flags, and clears the recorded end of an earlier start. Process 0 only.
+    """Records a run's overrides and flags when it begins to train, and clears the recorded end of a previous launch.
 
     Args:
       directory: the `job_log_dir`.
       overrides: overrides of the experiment, each as 'path=value'.
       settings: {field: JSON value} of the flags that differ from their defaults; see `Settings.given`.
-      trains: False if training had ended before this start. Then overrides and flags that are already recorded stay.
+      trains: False if training was already complete when the run was launched. Then recorded overrides and flags stay.
     """
     if jax.process_index():
         return
@@ -174,8 +174,8 @@ def mark_begin_of_training(
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
     """Records in a run's directory that training is complete, or was stopped by a signal. Process 0 only.
 
-    Failures that other processes have recorded in this start stay. If a stop can't be recorded, the error is only logged. If the
-    end of training can't be recorded, the error is raised, because the next start would continue training.
+    Keeps failures that other processes have recorded since the launch. If a stop can't be recorded, the error is only logged. If
+    the completion can't be recorded, the error is raised, because a restart would continue training.
 
     Args:
       directory: the run's `job_log_dir`.
@@ -219,7 +219,7 @@ class Failure:
 
 
 def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None:
-    """Records the reason of a failure in a run's directory, so that evaluation and decode jobs stop waiting for the run."""
+    """Records in a run's directory why training failed, so that evaluation and decode jobs stop waiting for the run."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = dataclasses.asdict(Failure(step, jax.process_index(), reason))
     with _logging_errors(directory):
@@ -241,13 +241,13 @@ def failure(directory: epath.Path) -> Failure | None:
 
 
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
-    """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs the changes since the last run.
+    """Writes a training run's settings, each as 'path: value', to `config.txt`, and logs the changes since the last launch.
 
-    If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
-    for training, because evaluation and decode jobs on the same directory may have other settings.
+    If settings have changed, first copies the old file to `config.0001.txt`, `config.0002.txt`, ... Called by one process, and
+    only for training, because evaluation and decode jobs with the same directory may have different settings.
 
     Returns:
-      The changed settings; empty for a new directory.
+      The changed settings; an empty list for a new directory.
     """
     path = directory / CONFIG_FILE
     # The repr of an array may have several lines.
@@ -291,9 +291,9 @@ def _read(path: epath.Path) -> list[str] | None:
 
 
 def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
-    """Writes earlier settings to the next free `config.N.txt`, unless the newest such file has them; returns the file's path.
+    """Writes old settings to the next free `config.N.txt` and returns its path.
 
-    The newest file already has them if an earlier start was killed just after writing it.
+    Only returns the newest file's path if it has these settings already, because a process was killed just after writing it.
     """
     numbers = [int(match[1]) for entry in directory.iterdir() if (match := EARLIER_CONFIG.fullmatch(entry.name))]
     newest = max(numbers, default=0)

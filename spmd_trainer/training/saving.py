@@ -24,7 +24,7 @@ class Checkpoints(Callback):
         self._check_owner = check_owner
 
     def on_open(self, run: Run) -> None:
-        """Opens the checkpoints with the save intervals and the retention of `task.train`. Writes no file."""
+        """Opens the checkpoints with `task.train`'s settings for saving and deleting checkpoints. Writes no file."""
         train_p = run.task.train
         self.checkpointer = Checkpointer(
             run.job_log_dir / "checkpoints",
@@ -59,7 +59,7 @@ def save_state(checkpointer: Checkpointer, run: Run) -> None:
     A run with adapters saves its state without the frozen base.
 
     Raises:
-      UserError: the state holds NaN or infinity.
+      UserError: the state contains NaN or infinity.
       CheckpointError: this save could not start, or an earlier save failed.
     """
     metadata = {

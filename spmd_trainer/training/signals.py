@@ -18,18 +18,18 @@ from spmd_trainer.training.live_status import ERASE_ROW, live
 
 
 class Interrupted(Exception):
-    """A signal interrupted work such as the final evaluation. The next start of the run repeats this work."""
+    """A signal interrupted work such as the final evaluation. The run repeats this work when it is restarted."""
 
 
 class SaveRequest:
     """A signal's request to the training loop: save a checkpoint and, usually, exit.
 
     Attributes:
-      leaves: True if the run exits after the save: after Ctrl-C always, after SIGTERM and SIGHUP unless they only request a
-        checkpoint.
-      leaving: True once `take` has returned a request to exit.
-      answered: True if no further request can be made, because several processes can agree on a save only once.
-      training: True while training steps are taken. Later, everything is saved, and a signal only ends the final evaluation.
+      leaves: True if the run exits after the requested save. Ctrl-C always requests this; SIGTERM and SIGHUP do by default.
+      leaving: True once the training loop has received a request to exit, from `take`.
+      answered: True after a save of several processes. No request can follow, because they can agree on a save only once.
+      training: True while the run takes training steps. When it is False, the last step is already saved, and a signal only
+        interrupts the final evaluation or decode.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class SaveRequest:
         self._asked = False
 
     def make(self, *, leaves: bool) -> None:
-        """Records a request. Called by the signal's handler."""
+        """Records a request to save and, if `leaves` is True, to exit. Called by the signal handler."""
         self.leaves = leaves
         self._asked = True
 
@@ -62,10 +62,10 @@ class SaveRequest:
 
 
 class AgreedSaveRequest(SaveRequest):
-    """A SaveRequest of several processes: a signal to one of them makes `take` return True on all, after the same step.
+    """A SaveRequest for several processes. After a signal to one of them, `take` returns True on all, after the same step.
 
     JAX's preemption service receives the SIGTERM and picks the first step that no process has reached yet. The service does this
-    only once in the life of a process, so a run that continues after its save does not react to another SIGTERM.
+    only once in the life of a process. Therefore a run that continues after its save ignores later SIGTERMs.
     """
 
     def __init__(self, *, leaves: bool) -> None:
@@ -74,7 +74,7 @@ class AgreedSaveRequest(SaveRequest):
         self._calls = 0
 
     def make(self, *, leaves: bool) -> None:
-        """Records a Ctrl-C or SIGHUP, and passes it on as a SIGTERM to JAX's preemption service, which handles SIGTERMs."""
+        """Raises SIGTERM, so that JAX's preemption service also handles Ctrl-C and SIGHUP. `leaves`: exit after the save."""
         self.leaves |= leaves
         signal.raise_signal(signal.SIGTERM)
 

@@ -15,7 +15,7 @@ from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step
 
 
 class Stages:
-    """The ramp stages of a run. A thread compiles the train step of the next stage while the run trains in this one."""
+    """The ramp stages of a run. While the run trains in one stage, a thread compiles the train step of the next stage."""
 
     def __init__(self, job: Job, run: Run, inputs: contextlib.ExitStack):
         """Begins in the stage of `run.step`, and starts to compile the train step of the next stage.

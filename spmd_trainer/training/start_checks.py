@@ -148,7 +148,7 @@ def check_directories(config: RunConfig) -> None:
     """Checks directories and checkpoints before any device is touched.
 
     Raises:
-      UserError: a directory can't be read or written, or belongs to another experiment; or there is no checkpoint to read.
+      UserError: a directory can't be read or written, or belongs to a different experiment; or there is no checkpoint to read.
     """
     trains = config.mode == "train"
     if config.restore_checkpoint_dir is not None:
@@ -188,14 +188,14 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
 
 
 def check_training(job: Job) -> None:
-    """Checks settings that training would use only later: averages, the early-stopping metric, the rules of a warm start.
+    """Checks settings that training uses only later: averages, the early-stopping metric and `init_from_checkpoint_rules`.
 
     Called by every process, before the run writes anything.
 
     Raises:
       UserError: `EarlyStopping.metric` is not among the metrics of its dataset's evaluation; the run doesn't keep the averages of
         `--eval_averages`; or an elastic job has several processes.
-      CheckpointError: the warm start's rules match nothing, or don't fit the checkpoint.
+      CheckpointError: the rules match nothing, or don't fit the checkpoint.
     """
     elastic.check_processes(job)
     averages.of(job)
@@ -233,10 +233,7 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
 
 
 def _check_averages(config: RunConfig) -> None:
-    """Refuses `last:K` in training, and moving averages that the task asks for but the learner doesn't keep.
-
-    The second check applies in training too, because its checkpoints would lack the averages.
-    """
+    """Refuses `last:K` in training. Refuses, in all modes that use them, moving averages that the learner doesn't keep."""
     task_p, mode, given = config.experiment.task_p, config.mode, config.eval_averages
     if mode == "train" and given and averages.last_count(given):
         raise UserError(
@@ -328,7 +325,7 @@ def _check_early_stopping_metric(job: Job) -> None:
 def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
     """Returns the names of an evaluation step's metrics. Traces the step, but lowers, compiles and runs nothing.
 
-    A clu metric may compute a dict, whose entries are metrics 'NAME/key'. Only the prefix 'NAME/' is known, and is in the list.
+    Includes 'NAME/' for each clu metric NAME, which may compute a dict of metrics 'NAME/key' with keys not known in advance.
     """
     layout = job.partitioner.layout.without_opt_states()
 

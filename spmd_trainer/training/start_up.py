@@ -1,6 +1,6 @@
 """Prepares a built job for its first training step: makes the state, the compiled step and the input in parallel.
 
-A run begins with its own newest checkpoint, another run's checkpoint, or newly initialised variables; see `first_state`.
+A run begins with its own newest checkpoint, a different run's checkpoint, or newly initialized variables; see `first_state`.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class FirstState(NamedTuple):
 
 
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
-    """Restores the run's newest checkpoint, else the one in `--restore_checkpoint_dir`, else initialises the variables.
+    """Restores the run's newest checkpoint, else the one in `--restore_checkpoint_dir`, else initializes the variables.
 
     Raises:
-      UserError: `--restore_checkpoint_dir` holds no checkpoint; or the checkpoint was trained with another `task.mup`.
-      CheckpointError: the checkpoint is of another model; all checkpoints of the run are damaged; or storage has no room for
-        the run's checkpoints.
+      UserError: `--restore_checkpoint_dir` has no checkpoint; or the run's checkpoint was trained with a different `task.mup`.
+      CheckpointError: the checkpoint is of a different model; all checkpoints of the run are damaged; or storage has too little
+        space for the run's checkpoints.
     """
     config, train_p = job.config.of(TrainConfig), job.task.train
     metadata = job.partitioner.metadata
@@ -101,7 +101,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
 
 
 def _require_same_mup(job: Job, restored: Restored) -> None:
-    """Refuses to continue a run with other muP multipliers than it began with, on which variables and moments depend.
+    """Refuses to continue a run with different muP multipliers, because its variables and optimizer states depend on them.
 
     Raises:
       UserError: `task.mup` differs from the `task.mup` in the restored checkpoint.
@@ -148,7 +148,7 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
 
 
 def _sizes(job: Job) -> str:
-    """Returns the size of the state to initialise, e.g. '15 variables; with optimizer states, 44.1 KiB per device'."""
+    """Returns the size of the state to initialize, e.g. '15 variables; with optimizer states, 44.1 KiB per device'."""
     metadata, mesh_shape = job.partitioner.metadata, job.partitioner.mesh_shape()
     num_bytes = sum(variable.bytes_per_device(mesh_shape) for variable in metadata.records())
     variables = count_text(len(jax.tree.leaves(metadata.variables.mdl_vars)), "variable")
@@ -187,7 +187,7 @@ class CompiledTrainStep:
 def start(
     job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, inputs: contextlib.ExitStack
 ) -> tuple[Job, CompiledTrainStep, Prefetcher]:
-    """Compiles the train step in a thread while the state is restored or initialised, and opens the training input.
+    """Compiles the train step in a thread while the state is restored or initialized, and opens the training input.
 
     Returns:
       The job in the ramp stage of the run's first step; its compiled step; and the training input, which `inputs` closes.
@@ -258,7 +258,7 @@ def _check_datasets(job: Job) -> None:
 
 
 def _about(job: Job) -> dict[str, object]:
-    """Returns facts about this start of the run for its record: experiment, number of parameters, devices, versions."""
+    """Returns facts about this launch for the run's record: experiment, number of parameters, devices, versions."""
     devices = job.partitioner.mesh.devices
     return {
         "experiment": job.config.experiment.name,
@@ -276,7 +276,7 @@ def move(
     Args:
       run: the run, whose state, partitioner, batch and input are replaced.
       batches: the current training input.
-      inputs: the exit stack that closes the training input. It closes the old input here, and gets the new one.
+      inputs: the exit stack that closes the training input. This function closes the old input, and enters the new one.
 
     Returns:
       The job on the new devices, its compiled step, and the new training input at the position of the old one.

@@ -1,7 +1,7 @@
-"""Passes numbers of the learner, such as its learning rate, to the compiled train step as inputs instead of constants.
+"""Passes the learner's hyperparameters, such as the learning rate, to the compiled train step as inputs, not as constants.
 
-Runs that differ only in these numbers then have the same program, which is in JAX's compilation cache after the first run. XLA
-may reorder arithmetic with constants, so the results can differ in the last bits from those of a run with constants.
+Runs that differ only in these hyperparameters then have the same program, which is in JAX's compilation cache after the first
+run. XLA may reorder arithmetic with constants, so the last bits of the results can differ from those of a run with constants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd_trainer.step.layout import LogicalLayout
 
 
 def differing(learner_p: fdl.Buildable[Any], other: fdl.Buildable[Any]) -> dict[str, float]:
-    """Returns {path: value} of the floats in a learner's config that have another value in the config `other`."""
+    """Returns {path: value} for the floats in a learner's config whose values differ in the config `other`."""
     found = dict(_floats(other))
     return {path: value for path, value in _floats(learner_p) if found.get(path, value) != value}
 
@@ -33,17 +33,17 @@ def _floats(config: fdl.Buildable[Any]) -> Iterator[tuple[str, float]]:
 
 
 def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {path: ShapeDtypeStruct} of the numbers as weakly typed scalars, which is how JAX types Python floats."""
+    """Returns {path: ShapeDtypeStruct} for hyperparameters, as weakly typed scalars, which is how JAX types Python floats."""
     dtype = jax.dtypes.canonicalize_dtype(float)
     return {path: jax.ShapeDtypeStruct((), dtype, weak_type=True) for path in numbers}
 
 
 def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
-    """Tries each number separately as an input of the train step. Returns the numbers that can be inputs; logs the others.
+    """Tries each hyperparameter separately as an input of the train step. Returns those that can be inputs; logs the others.
 
     Args:
-      numbers: {path in the learner's config: number}.
-      lower: traces the step with the given numbers as inputs; raises an error if the step can't be traced.
+      numbers: {path in the learner's config: the hyperparameter's value}.
+      lower: traces the step with the given hyperparameters as inputs; raises an error if the step can't be traced.
     """
     constant = []
     for path in numbers:
@@ -58,13 +58,13 @@ def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]
 def with_numbers(
     layout: LogicalLayout, learner_p: fdl.Buildable[Any], numbers: Mapping[str, jax.Array]
 ) -> LogicalLayout:
-    """Returns a layout whose learner computes with traced numbers instead of those in its config.
+    """Returns a layout whose learner computes with traced scalars instead of the values in its config.
 
     Args:
       numbers: {path in the learner's config: traced scalar}.
 
     Raises:
-      Exception: the learner needs one of the numbers as a Python number, e.g. to compare it.
+      Exception: the learner needs one of the values as a Python number, e.g. for an `if`.
     """
     traced = learner_p.clone().set(name="learner", loss_name=layout.task.learner.loss_name)
     for path, number in numbers.items():

@@ -34,7 +34,7 @@ class Summaries(Callback):
         self._unwritten: dict[str, float] = {}
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard discard earlier values of the steps after the restored checkpoint, because these are repeated."""
+        """Makes TensorBoard discard the values of steps after the restored checkpoint, because the run repeats these steps."""
         run.summaries.replace_from("train", run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:

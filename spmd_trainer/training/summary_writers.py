@@ -40,12 +40,12 @@ class SummaryWriters:
     """Writes a TensorBoard event file and a `metrics.jsonl` to `job_log_dir/summaries/NAME`, e.g. NAME 'eval_heldout'."""
 
     def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True, raises_at_end: bool = False):
-        """Prepares the writers. The files are created by the first scalar of each name.
+        """Prepares the writers. The first write of a name creates its files.
 
         Args:
-          enabled: False disables writing, as in all processes but one.
-          raises_at_end: True postpones the error of a failed write to `raise_failure`, as in jobs of several processes, which
-            must first save together: `take_failure` tells the training loop to do so.
+          enabled: False disables writing; only one process of a job writes.
+          raises_at_end: if a write fails, False raises an error at the next call. True, for several processes, postpones it until
+            `raise_failure` is called, so that the processes can save together first; see `take_failure`.
         """
         self._root = epath.Path(job_log_dir) / "summaries"
         self._enabled = enabled
@@ -60,11 +60,11 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function that each later `write` calls in its caller's thread; must return at once. Unused if disabled."""
+        """Registers a function, which must be fast. If writing is enabled, `write` calls it in the thread of its own caller."""
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:
-        """Makes TensorBoard discard a name's values of `step` and later steps, as soon as the name is written again.
+        """Makes TensorBoard discard a name's values of `step` and later steps, as soon as this name has new scalars.
 
         `metrics.jsonl` needs no change, because `read_metrics` takes the last record of each step.
         """
@@ -103,7 +103,7 @@ class SummaryWriters:
         self._raise_earlier_error()
 
     def take_failure(self) -> bool:
-        """Returns True at the first call after a permanent failure whose error is postponed to `raise_failure`, else False."""
+        """Returns True once, after a write has failed permanently, if the error is postponed to `raise_failure`; else False."""
         if self._failure_taken or not (self._raises_at_end and self._has_failed):
             return False
         self._failure_taken = True
@@ -113,7 +113,7 @@ class SummaryWriters:
         """Raises the postponed error of a failed write, if there is one.
 
         Args:
-          in_order: True if this process has no joint work left with other processes, and these end too.
+          in_order: True if all processes of the job exit at this point. Then this process needn't report a failure to them.
 
         Raises:
           SummaryError: a write failed permanently.
@@ -126,7 +126,7 @@ class SummaryWriters:
             raise
 
     def close(self) -> None:
-        """Writes all queued scalars and ends the writing thread.
+        """Writes all queued scalars and stops the writing thread.
 
         Raises:
           SummaryError: a write failed permanently, and the error has not been raised before.
@@ -188,7 +188,7 @@ class SummaryWriters:
 
 
 def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, Any]]:
-    """Reads the scalars and notes written under a name.
+    """Reads the scalars and notes in `summaries/NAME/metrics.jsonl`.
 
     Returns:
       {step: {'step': step, scalar: value, note: text}} with the last record of each step. Skips a line that a killed process

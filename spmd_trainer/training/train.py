@@ -60,11 +60,11 @@ def train(job: Job) -> TrainResult:
 
     Training is also complete when its input ends, and when `task.early_stopping_fn` or a callback ends it. Then the last step is
     evaluated (and decoded), if the run evaluates (and decodes) during training. On Ctrl-C, SIGTERM or SIGHUP the step in progress
-    is finished and saved, and the function returns. A signal interrupts the evaluation of the last step, and the next start
+    is finished and saved, and the function returns. A signal during the final evaluation interrupts it; restarting the run
     repeats it. Every process calls this function; a SIGTERM to any of them makes all of them save the same step.
 
     Raises:
-      UserError: the state, a loss or a gradient is invalid, nothing is learnt any more, or a callback failed.
+      UserError: the state, a loss or a gradient is invalid; the model no longer learns; or a callback failed.
       CheckpointError: a checkpoint could not be read or written.
     """
     config = job.config.of(TrainConfig)
@@ -172,7 +172,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
 
 
 def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
-    """Records that a run hangs, calls each `on_failure` and flushes summaries, because the training loop may be blocked."""
+    """Ends a run that hangs, in place of the blocked training loop: records the failure, tells callbacks, flushes summaries."""
     run_directory.mark_failure(run.job_log_dir, run.step, error)
     callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
     run.summaries.flush()

@@ -38,9 +38,9 @@ class Tolerance:
 
     Attributes:
       loss: relative tolerance of the loss; gradient norms may differ by 10 times as much.
-      variables: tolerance of a variable's deviation: its maximum absolute difference / its maximum absolute value.
-      floor: lower bound of the divisor in the deviation; 0 in float32. In bfloat16 the gradient of a bias, a sum in which most
-        terms cancel, may be pure noise; this bound keeps the deviation of variables with small values low.
+      variables: tolerance of a variable's deviation, which is its maximum absolute difference / its maximum absolute value.
+      floor: lower bound of the divisor in a deviation; 0 in float32. It is needed in bfloat16, where the gradient of a bias may
+        be pure noise. Without a floor, the deviation of a variable with small values would be large.
     """
 
     loss: float = 1e-5
@@ -61,7 +61,7 @@ class Snapshot:
     Attributes:
       step: number of steps taken; 0 for the initial state.
       loss: loss of the last step; None at step 0.
-      grad_norm: gradient norm of the last step before clipping; None if the learner does not summarise it.
+      grad_norm: gradient norm of the last step before clipping; None if the learner writes no summary of it.
       variables: {path: array of the logical shape} for the whole train state.
     """
 
@@ -104,7 +104,7 @@ def run_steps(
     Args:
       partitioner: a partitioner set up with the batches' shapes.
       batches: numpy batches, all of one shape.
-      initial: the initial state as numpy arrays of logical shapes; None initialises a state from `prng_key`.
+      initial: the initial state as numpy arrays of logical shapes; None initializes a state from `prng_key`.
       compiled: function that compiles the lowered step; None compiles it as `jax.jit` does.
     """
     metadata = partitioner.metadata
@@ -165,7 +165,7 @@ def _close(x: float | None, y: float | None, tolerance: float) -> bool:
 
 
 def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit.PjitPartitioner:
-    """Returns a partitioner on a one-device mesh with the model's axis names, on which nothing is split or padded."""
+    """Returns a partitioner on a one-device mesh with the model's axis names, on which nothing is sharded or padded."""
     names = task.model.mesh_axis_names or [mesh_choice.DEFAULT_AXIS]
     mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
     partitioner = pjit.PjitPartitioner(mesh)
@@ -177,7 +177,7 @@ def verify(job: Job) -> None:
     """Trains twice for `verify_steps` steps and prints both runs side by side.
 
     One run is on one device, the other on the experiment's mesh. With `verify_against`, both are on the mesh, without and with
-    these XLA options. Optimizer states are kept in float32: with fewer bits, a difference in the last bit can change the
+    these XLA options. Optimizer states are kept in float32, because with fewer bits a difference in the last bit can change the
     direction of rounding, so that two correct runs differ by a whole rounding step.
 
     Raises:
@@ -225,10 +225,10 @@ def _with_float32_states(job: Job) -> Job:
 
 
 def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
-    """Refuses XLA options with which both runs would be the same program.
+    """Refuses XLA options that would leave the programs of the two compared runs identical.
 
     Raises:
-      UserError: an option is for another kind of device, or the experiment's XLA_FLAGS set all options to these values already.
+      UserError: an option is for a different kind of device, or the experiment's XLA_FLAGS already set all these values.
     """
     for name in options:
         if not xla_flags.is_for(name, device):
@@ -245,7 +245,7 @@ def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: j
 def _compare_runs(
     job: Job, first: Iterator[Snapshot], second: Iterator[Snapshot], names: tuple[str, str], between: str
 ) -> None:
-    """Prints a table with a line for each step of two runs, and whether the numbers of the runs are the same.
+    """Prints a table with a line for each step of two runs, and whether the runs agree.
 
     Args:
       first, second: the snapshots of the two runs, as `run_steps` yields them.
@@ -253,7 +253,7 @@ def _compare_runs(
       between: how the two runs differ, for messages, e.g. 'on one device and on data=4'.
 
     Raises:
-      SystemExit: the numbers differ by more than the tolerance; the exit status is 1.
+      SystemExit: the runs differ by more than the tolerance; the exit status is 1.
     """
     tolerance = Tolerance.for_task(job.task)
     numbers_of = [f"{what}, {name}" for what in ("loss", "grad norm") for name in names]

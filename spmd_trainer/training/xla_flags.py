@@ -1,4 +1,4 @@
-"""Passes the XLA flags that an experiment asks for (`BaseExperiment.XLA_FLAGS`) to the compiler of its train step."""
+"""Passes an experiment's XLA flags (`BaseExperiment.XLA_FLAGS`) to the compiler of its train step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
 
 
 def is_for(name: str, device: jax.Device) -> bool:
-    """Returns False if an XLA flag is for another kind of device than `device`, e.g. `xla_tpu_...` and a GPU."""
+    """Returns False if an XLA flag is for a different kind of device, e.g. `xla_tpu_...` if `device` is a GPU."""
     platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
     return next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform) == platform
 

@@ -35,11 +35,11 @@ class Digest:
     """Summary of all processes' beats.
 
     Attributes:
-      still: seconds since the last progress of any process.
+      still: number of seconds for which no process has made progress.
       behind: the processes that are behind; see `stuck.Verdict`.
-      text: a clause that says which processes are behind, and where all processes are.
+      text: a clause that says which processes are behind, and what all processes are doing.
       stacks: {process: its Python stacks}, for up to three of the processes that are behind.
-      first: the last beat of process 0. Other processes use it when they no longer hear from process 0.
+      first: the last beat of process 0. Other processes use this beat when they no longer hear from process 0.
     """
 
     still: float
@@ -85,10 +85,10 @@ class Table:
         self._beats[beat.process] = beat
 
     def turn(self, now: float, longest: float) -> None:
-        """Begins a round of beats at the time `now`.
+        """Begins a round of the exchange at the time `now`.
 
-        If the last round began more than `longest` seconds ago, this process itself was stopped, or C code held its interpreter.
-        It received no beats meanwhile, so this time doesn't count as silence of the other processes.
+        If the previous round began more than `longest` seconds ago, this process was stopped, or C code held its interpreter.
+        It received no beats in that time, so that time doesn't count as silence of the other processes.
         """
         gap, self._turned = now - self._turned, now
         if gap > longest:
@@ -99,7 +99,7 @@ class Table:
         return {process: beat.window for process, beat in self._beats.items()}
 
     def seen(self, now: float) -> list[Seen]:
-        """Returns a `Seen` for each process, in the order of the process indices."""
+        """Returns what is known about each process (see `stuck.Seen`), in the order of the process indices."""
         return [
             Seen(beat, now - self._moved[process], now - self._heard[process]) for process, beat in self._beats.items()
         ]
@@ -123,7 +123,7 @@ class Table:
         )
 
     def last_beat(self, process: int, now: float) -> str:
-        """Returns a process' last beat as text, e.g. 'training step 12, input, 4 s ago'; '' before its first beat."""
+        """Returns a process's last beat as text, e.g. 'training step 12, input, 4 s ago'; '' before its first beat."""
         beat = self._beats.get(process)
         if beat is None or not beat.number:
             return ""
@@ -147,7 +147,7 @@ class Board:
         """Stores the arguments; `start` begins the exchange.
 
         Args:
-          client: JAX's client of the coordination service; with one process it is not used.
+          client: JAX's client for the coordination service. Not used if there is only one process.
           index: index of this process.
           count: number of processes.
           beat: returns the next beat of this process. Called in the board's thread, and by `conclusion`.
@@ -176,7 +176,7 @@ class Board:
         return None if self._latest is None else self._latest[0]
 
     def conclusion(self) -> Digest | None:
-        """Returns the digest at this moment; None before the first one. Never waits.
+        """Returns the newest digest, with its times updated to now; None before the first digest. Never waits.
 
         If process 0 has published nothing for `silent_after` seconds, the digest covers only this process and process 0.
         """
@@ -194,7 +194,7 @@ class Board:
         return dataclasses.replace(latest[0], still=latest[0].still + now - latest[1])
 
     def last_beat(self, process: int) -> str:
-        """Returns `Table.last_beat` of a process. Processes other than 0 know only process 0 and themselves. Never waits."""
+        """Returns `Table.last_beat` for a process. Processes other than 0 know only process 0 and themselves. Never waits."""
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Measures now and then how long the devices take for a training step, and for a small program without collectives.
 
 In a synchronous job the devices of all processes finish a step together, because they wait for each other in its collectives. So
-a step's time shows how fast the slowest device is, but not which device it is. A small program that every process runs alone
-shows which: it takes longer where a device is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5) compares
-the times of forward computations of all machines in the same way.
+a step's time shows how fast the slowest device is, but not which device that is. A small program that every process runs alone
+shows this: the program takes longer on a device that is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5)
+compares the times of forward computations of all machines in the same way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceProbe:
         return [program(matrix) for program, matrix in zip(self._programs, self._matrices, strict=True)]
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
-        """Waits until the slowest device is done."""
+        """Waits until all devices are done."""
         jax.block_until_ready(arrays)
 
 
@@ -59,7 +59,7 @@ class HostProbe:
         return []
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
-        """Hashes 64 KiB. The GIL is released meanwhile."""
+        """Hashes 64 KiB, without holding the GIL."""
         del arrays
         hashlib.sha256(_HASHED)
 
@@ -75,10 +75,11 @@ class DeviceWatch:
     """Measures some training steps in a separate thread. This takes 0.2% of the time, and the training loop never waits for it.
 
     Attributes:
-      steps: seconds that the devices took for each of the last measured steps, from when they could begin until the result.
+      steps: device seconds of each of the last measured steps. A step's time begins when the step has been dispatched and the
+        previous step is done, and ends when its result is ready.
       probes: seconds that the probe took after each of these steps.
-      dry: for each of these steps, 1.0 if the devices were idle when it was dispatched, else 0.0. Empty for host (CPU) devices,
-        where device work never hides host work, because they share the cores.
+      dry: for each of these steps, 1.0 if the devices were idle when the step was dispatched, else 0.0. Empty for host (CPU)
+        devices, which share the cores with the host's own work.
     """
 
     def __init__(self, probe: DeviceProbe | HostProbe, clock: Clock = time.monotonic):

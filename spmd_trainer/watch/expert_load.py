@@ -1,4 +1,4 @@
-"""Summaries of the load of experts, and a warning that names experts that no token reaches."""
+"""Summaries of how many tokens choose each expert, and a warning about experts that no token chooses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_LAYERS = 20
 
 
 class ExpertLoad(Callback):
-    """Writes summaries of the load of experts (how many tokens chose them, without padding). Warns about an expert that no
-    token has chosen for `DEAD_AFTER` steps: once, and again only if the expert has had a token in between.
+    """Writes summaries of each expert's load, i.e. the number of tokens that chose the expert, without padding. Warns once if
+    no token has chosen an expert for `DEAD_AFTER` steps. Warns again only if a token has chosen the expert in between.
 
-    The training summaries have `experts/max_over_mean`, the highest load of an expert divided by the mean load of its layer
-    (maximum over layers), and `experts/without_tokens`, the number of experts of all layers that no token of the step chose.
-    `summaries/experts` has both for each layer. Its `metrics.jsonl` also has the experts' shares of the layer's load, in order:
-    'LAYER/load': '0.21 0.18 ...'.
+    The training summaries have two scalars. `experts/max_over_mean` is the maximum over all experts of the expert's load divided
+    by the mean load in its layer. `experts/without_tokens` is the number of experts, in all layers, that no token of the step
+    chose. `summaries/experts` has both scalars for each layer. Its `metrics.jsonl` also lists each expert's share of its layer's
+    load, e.g. 'LAYER/load': '0.21 0.18 ...'.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ExpertLoad(Callback):
         self._interval = run.task.train.summary_interval_steps
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard drop earlier values of the steps that this start of the run repeats."""
+        """Makes TensorBoard drop the earlier values of steps that the run repeats after a restart."""
         run.summaries.replace_from(EXPERTS, run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:

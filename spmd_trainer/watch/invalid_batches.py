@@ -28,7 +28,7 @@ _PREFIX = "batch/"
 
 
 class InvalidBatches(Callback):
-    """Keeps the batches of dispatched steps, and writes the batch of a step that turns out to be invalid.
+    """Keeps the batch of each dispatched step, and writes it to a file if the step turns out to be invalid.
 
     Each process writes its own rows to `replay/step_N/process_I.npz` in the run's directory. At most `MAX_BATCHES` batches are
     written; to replay later invalid steps, `--mode=replay` reads their batches from the input.
@@ -85,11 +85,11 @@ def written_steps(job_log_dir: epath.Path) -> set[int]:
 
 
 def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
-    """Writes this process' rows of a batch, including its padding rows, and returns the file's path.
+    """Writes this process's rows of a batch, including its padding rows, and returns the file's path.
 
     Args:
-      step: the step that took the batch.
-      batch: global arrays, split over the devices on dimension 0.
+      step: number of the training step that used the batch.
+      batch: global arrays, sharded over the devices on dimension 0.
 
     Raises:
       OSError: the file can't be written.
@@ -103,12 +103,12 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
 
 
 def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
-    """Returns this process' rows of a step's batch, as `write` stored them; None if there is no such file.
+    """Returns this process's rows of a step's batch, as `write` stored them; None if there is no such file.
 
-    The result is a pytree of numpy arrays with the same structure as `like`, whose leaves have the expected dtypes.
+    The result is a pytree of numpy arrays with the same structure and dtypes as `like`.
 
     Raises:
-      ValueError: the file was written for another input, or is damaged.
+      ValueError: the file was written for a different input, or is damaged.
     """
     path = batch_file(job_log_dir, step)
     try:
@@ -135,6 +135,6 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
 
 
 def local_rows(x: jax.Array) -> np.ndarray:
-    """Returns this process' rows of a global array that is split on dimension 0. Waits for the devices."""
+    """Returns this process's rows of a global array that is sharded on dimension 0. Waits for the devices."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([jax.device_get(shards[start]) for start in sorted(shards)])

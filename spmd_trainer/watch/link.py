@@ -1,7 +1,7 @@
-"""Link between the command line and a training run: how a process leaves its job, and another process's last beat (heartbeat).
+"""Link between the command line and a training run, which is used when a process exits or is lost.
 
-The training run knows when it hangs, and what each process did last. The command line holds the connections between the job's
-processes, over which these tell each other why they leave. The modules of the two do not import each other.
+The training run knows when it hangs, and what each process did last. The command line has the connections between the job's
+processes, over which a process tells the others why it exits. The modules of the two do not import each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 from spmd_trainer.errors import terminal
 from spmd_trainer.training.callback_list import within
 
-# Exit status after --hang_seconds without progress. Of several processes, only those that are behind end with it, or all of them
+# Exit status after --hang_seconds without progress. Of several processes, only those that are behind exit with it, or all of them
 # if it is not known which process is behind.
 STATUS_HANG = 4
 _LOGS_SECONDS = 10.0
@@ -25,11 +25,11 @@ class JobLink:
     """Link between the command line and a training run; see the module.
 
     Attributes:
-      leaving: event that is set once this process is ending because of a hang. Errors after that are not the reason for its end.
-      before_leaving: function that is called when `leaving` is set. From then on, lost processes need not be reported.
-      say_why: function that tells the other processes why this process leaves.
-      status_of_others: the exit status of a process that is not behind.
-      last_beat: function that describes the last beat of a given process, as a clause for a message; '' if it is not known.
+      leaving: event that is set when this process begins to exit because of a hang. Later errors are not the reason for the exit.
+      before_leaving: function that is called when `leaving` is set. After this, lost processes need not be reported.
+      say_why: function that tells the other processes why this process exits.
+      status_of_others: exit status of this process after a hang if only other processes are behind.
+      last_beat: given a process index, returns a clause that describes the process's last beat (heartbeat); '' if unknown.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class JobLink:
         self.forget_run()
 
     def begin_to_leave(self) -> None:
-        """Notes that this process is ending because of a hang."""
+        """Notes that this process is about to exit because of a hang."""
         self.leaving.set()
         self.before_leaving()
 
@@ -48,7 +48,7 @@ class JobLink:
         self.last_beat: Callable[[int], str] = lambda process: ""
 
     def leave(self, why: str, *, is_behind: bool) -> NoReturn:
-        """Ends this process at once, whatever its other threads do.
+        """Exits this process at once, whatever its other threads are doing.
 
         Args:
           why: a clause, e.g. 'no progress for 30m; process 1 is behind'.

@@ -29,16 +29,16 @@ _LOGGED_EVERY = 100
 
 
 class LossSpikes(Callback):
-    """Counts loss spikes, and warns of them.
+    """Counts loss spikes, logs warnings about them, and adds the count to the summaries as `loss_spikes`.
 
-    A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
-    times the median absolute deviation, and at least 1% of the median. Unlike mean and standard deviation, median and median
-    absolute deviation hardly change with earlier spikes. The loss must also be more than three times as far above the median as
-    the 95th percentile of these losses, so that there are no spikes if one batch in ten is harder than the others. A loss that
-    stays high is one spike. The summaries have the count as `loss_spikes`.
+    A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. Here a deviation is
+    1.4826 times the median absolute deviation, but at least 1% of the median. Unlike mean and standard deviation, these measures
+    hardly change with earlier spikes. The loss must also be more than three times as far above the median as the 95th percentile
+    of these losses, so that there are no spikes if one batch in ten is harder than the others. A loss that stays high counts as
+    a single spike.
 
     Attributes:
-      count: number of spikes since the run was started.
+      count: number of spikes since the run was last started.
     """
 
     def __init__(self) -> None:

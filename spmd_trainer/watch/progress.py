@@ -23,16 +23,16 @@ _SHOWN = {
     "accuracy": "accuracy",
     "fraction_of_correct_next_step_preds": "next-token accuracy",
 }
-# A progress line is also logged when the last one is this many seconds old.
+# A progress line is also logged when the latest one is this many seconds old.
 LONGEST_SILENCE = 30.0
 # The terminal's live status line uses the current interval's step time once the interval is this many seconds old.
 _ENOUGH_SECONDS = 2.0
 
 
 class Progress:
-    """Logs one progress line per interval of steps, and one in between if the last line is `LONGEST_SILENCE` seconds old.
+    """Logs one progress line per interval of steps, and also whenever the latest line is `LONGEST_SILENCE` seconds old.
 
-    The step time is the mean over the steps since the last interval ended, without evaluations and saves.
+    The step time is the mean over the steps since the previous interval ended, without evaluations and saves.
 
     Attributes:
       items_per_step: number of tokens (or examples) in a global batch.
@@ -114,7 +114,6 @@ class Progress:
         )
 
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
-        """Logs the progress line of a step. Returns the timing scalars."""
         self._seconds, self.shown = seconds, step
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
@@ -212,7 +211,7 @@ class ProgressLines(Callback):
 
 
 def items_per_step(run: Run) -> tuple[int, str]:
-    """Returns the number of tokens in a global batch and 'tokens'; for batches without tokens, of examples and 'examples'."""
+    """Returns (number of tokens in a global batch, 'tokens'), or (number of examples, 'examples') if the batch has no tokens."""
     tokens = run.batch.get("ids") if hasattr(run.batch, "get") else None
     return (run.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
 
@@ -220,10 +219,10 @@ def items_per_step(run: Run) -> tuple[int, str]:
 def flops_per_item(run: Run) -> dict[str, float]:
     """Returns the model's training FLOPs per token, counted in two ways: {'mfu': ..., 'mfu_6n': ...}.
 
-    'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts the computed matrix products: only the chosen experts, and causal
-    attention over half of all keys, without embedding lookups and rematerialisation. 'mfu' is left out for models without
-    `matrix_flops`, e.g. other models than `DecoderLanguageModel`. A row that holds several texts counts as one text.
-    Returns {} for a run without tokens, or if `kernels.chips` is not installed.
+    'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts the matrix products that are computed: only the chosen experts, and
+    causal attention over half of all keys. It leaves out embedding lookups and rematerialization, and treats a row of several
+    texts as one text. Models without the method `matrix_flops` have no 'mfu'; `DecoderLanguageModel` has this method.
+    Returns {} if the batches have no tokens, or if the subpackage `kernels.chips` is not installed.
     """
     if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
         return {}
@@ -235,7 +234,6 @@ def flops_per_item(run: Run) -> dict[str, float]:
 
 
 def _peak_flops(run: Run) -> float | None:
-    """Returns the peak FLOP/s of all devices of the mesh; None if unknown."""
     devices, chips = run.mesh.devices, rooms.find("kernels.chips")
     return None if chips is None else chips.peak_flops(devices.flat[0].device_kind, devices.size)
 

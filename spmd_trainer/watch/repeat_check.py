@@ -1,7 +1,7 @@
 """Takes every Nth training step twice from the same state, and compares the bits of the two results (--check_repeat_every=N).
 
-A sound device gives the same bits for the same program and the same numbers. So a difference means that a device, a link or the
-memory is broken, or that the program is not deterministic.
+A sound device computes the same bits from the same program and inputs. So a difference means that a device, a link or the memory
+is broken, or that the program is not deterministic.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class RepeatError(ReplicaError):
 
 
 class RepeatCheck:
-    """Wraps the train step, and takes each step whose number is a multiple of `every` twice.
+    """Wraps the train step so that each step whose number is a multiple of `every` is taken twice.
 
-    The same compiled program runs both times: first on a copy of the state, then as in every other step. So training continues
-    as it would without the check. At such a step, the devices need memory for a second copy of the state.
+    The same compiled program runs both times: first on a copy of the state, then as usual. So training continues as it would
+    without the check. At such a step, the devices need memory for a second copy of the state.
     """
 
     def __init__(self, every: int):
         self._every = every
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns the function that the loop calls instead of the compiled train step `fn`, in every process.
+        """Returns a function that the training loop calls instead of the compiled train step `fn`. All processes call it.
 
         If the step after `run.step` is to be checked, the function takes it twice, and raises RepeatError on all processes if the
         bits differ. For other steps, the function only calls `fn`.
@@ -94,7 +94,7 @@ def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
 def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:
     """Returns advice for the user: remove the faulty device, or find out which device is faulty.
 
-    Collectives spread a difference to sound devices. So a device is surely faulty only if no other device differs.
+    Collectives spread wrong values to sound devices. So a device is certainly faulty only if it is the only one that differs.
     """
     (all_devices, *_) = (list(of) for of in first.values())
     named = [device for device in all_devices if any(device in devices for devices in differing.values())]

@@ -1,9 +1,9 @@
-"""Compares the copies of the train state on different devices every N steps (--check_replicas_every): a device whose copy differs
+"""Compares the copies of the train state on different devices every N steps (--check_replicas_every), to find a device that
 computes or stores wrong numbers.
 
-Several devices hold the same shard of a variable: all of them if the variable is replicated, otherwise those along the mesh axes
-that don't split it. These copies must have equal bits, because the devices ran the same program. Each device computes a checksum
-of the bits that it holds; the host compares the checksums of copies.
+Several devices hold the same shard of a variable: all devices if the variable is replicated, otherwise the devices along the mesh
+axes over which it isn't sharded. These copies must have equal bits, because the devices ran the same program. Each device
+computes a checksum of its copy, and the host compares the checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMED = 5
 
 
 class ReplicaError(UserError):
-    """Devices that should hold the same values don't: one of them computes or stores wrong numbers."""
+    """Devices that should hold the same values hold different ones, so one of them computes or stores wrong numbers."""
 
     exit_status = 6
 
@@ -48,7 +48,7 @@ class ReplicaCheck(Callback):
         return bool(self._every) and step % self._every == 0 and step > 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Compares the devices' copies if a check is due at this step and was not done yet. Also called before each save.
+        """Compares the devices' copies if a check is due at this step and hasn't been done yet. Also called before each save.
 
         Raises:
           ReplicaError: copies differ. The message names the devices and the variables.
@@ -87,8 +87,8 @@ class Difference:
     """A shard of a variable whose copies on several devices differ.
 
     Attributes:
-      devices: the devices whose copies are outside of the largest group of equal copies; in case of a tie, all with a copy.
-      others: the devices of the largest group of equal copies; empty in case of a tie.
+      devices: the devices outside of the largest group of equal copies. If several groups are largest, all devices with a copy.
+      others: the devices in the largest group of equal copies. Empty if several groups are largest.
     """
 
     path: str
@@ -103,7 +103,7 @@ class Difference:
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
-    """Returns the array shards whose copies on several devices differ. All arrays must be on one mesh.
+    """Returns the shards whose copies on different devices differ. All arrays must be on the same mesh.
 
     Must be called by every process; all processes get the same result.
     """
@@ -127,9 +127,9 @@ def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
 
 
 def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Device, DeviceChecksum]]:
-    """Returns the checksum of the bits that each device holds of each array. Waits for the devices.
+    """Returns the checksum of each device's shard of each array. Waits for the devices.
 
-    Must be called by every process; all processes get the same result. All arrays must be on one mesh.
+    Must be called by every process; all processes get the same result. All arrays must be on the same mesh.
 
     Returns:
       {path: {device: checksum}}, for all devices of the mesh.
@@ -148,7 +148,7 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
 
 @functools.lru_cache(maxsize=8)
 def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped:
-    """Returns a jitted function: tuple of arrays -> checksums of all devices' shards, uint32 [devices, arrays, 2], replicated."""
+    """Returns a jitted function: tuple of arrays -> checksum of each device's shards, uint32 [devices, arrays, 2], replicated."""
 
     def local(arrays: Sequence[jax.Array]) -> jax.Array:
         sums = jax.numpy.stack([bits_checksum(x) for x in arrays])

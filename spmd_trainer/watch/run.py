@@ -24,7 +24,7 @@ from spmd_trainer.watch.watchdog import Watchdog
 
 
 def of_run(job: Job) -> list[Callback]:
-    """Returns the callbacks that monitor a run of this job. Callbacks with the same `turn` are called in this order."""
+    """Returns the callbacks that monitor a run of this job. Callbacks with equal `turn` are called in the order of this list."""
     config, times = job.config.of(TrainConfig), TimeRecord()
     parts = StepParts(RepeatCheck(config.check_repeat_every))
     return [
@@ -43,12 +43,12 @@ def of_run(job: Job) -> list[Callback]:
 
 
 class RunPage(Callback):
-    """Writes `run.html` into the run's directory when the run ends. An error only logs a warning."""
+    """Writes `run.html` into the run's directory when the run ends. If this fails, only logs a warning."""
 
     turn = Turn.WRITES
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Writes the page of a run that has failed, if this start of the run had taken a step."""
+        """Writes the page of a run that has failed, if the run has taken a step since it was last started."""
         del error
         if run.step > run.first_step:
             self.on_end(run)

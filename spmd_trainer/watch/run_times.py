@@ -1,4 +1,7 @@
-"""Accounts for a run's time: for each start of the run, the seconds spent on each part of the work, in `run_times.jsonl`."""
+"""Records in `run_times.jsonl` how many seconds each launch of a run has spent on each part of the work.
+
+A launch is the time from one start of the run to its end, failure or kill. A restarted run has several launches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.storage.run_files import has_run
 
 TIMES_FILE = "run_times.jsonl"
-# How a start of a run can end, if it was not killed.
+# How a launch of a run can end, if it is not killed.
 ENDS = ("finished", "stopped", "failed")
 # At a step with summaries, times are written if the last line is older than these seconds and than this share of the run's time.
 _SECONDS_BETWEEN_LINES = 2.0
@@ -27,13 +30,13 @@ _SHARE_BETWEEN_LINES = 0.005
 
 
 class TimeRecord(Callback):
-    """Writes the run's times to `run_times.jsonl`: after each pause (start, save, evaluation, decode), at some of the steps with
-    a summary, and at the end.
+    """Writes the times of this launch of the run to `run_times.jsonl`: after each pause (start, save, evaluation, decode), at
+    some of the steps with a summary, and at the end.
 
-    A restarted run also writes a line at once. Otherwise, until its first step, the last line would be about the previous start.
+    A restarted run also writes a line at once, because until its first step, the last line would still be the previous launch's.
 
     Attributes:
-      ended: how the run has ended, one of `ENDS`; '' while it runs.
+      ended: how this launch has ended, one of `ENDS`; '' while it runs.
     """
 
     turn = Turn.WRITES
@@ -51,12 +54,12 @@ class TimeRecord(Callback):
         if jax.process_index() == 0:
             began = time.time() - (time.monotonic() - run.began)
             self._file = RunTimesFile(run.job_log_dir, round(began, 3))
-            # In a new directory there is nothing to contradict, and a start that is refused must leave nothing there.
+            # A new directory has no line of a previous launch, and a launch that is refused must leave nothing there.
             if has_run(run.job_log_dir):
                 self.write(run)
 
     def on_start(self, run: Run) -> None:
-        """Notes that the state is restored or initialised, so that later lines have steps."""
+        """Notes that the state is restored or initialized. From now on, the lines have step numbers."""
         del run
         self._has_state = True
 
@@ -94,7 +97,7 @@ class TimeRecord(Callback):
 
 
 class LastTimes(Callback):
-    """Makes a `TimeRecord` write the times again at the very end, including the time that the page and the trackers took."""
+    """Makes a `TimeRecord` write the times once more at the very end, including the time for the run's page and trackers."""
 
     turn = Turn.LAST
 
@@ -111,16 +114,16 @@ class LastTimes(Callback):
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """Times of one start of a run, from the start's last record. A restarted run has several starts.
+    """Times of one launch of a run, from the launch's last record. A restarted run has several launches.
 
     Attributes:
-      start: when this start began, in seconds since 1970; identifies the start.
-      seconds: seconds spent so far on each part of the work: {part: seconds}, with all of `callbacks.PARTS`.
-      first_step: step of the state with which this start began.
+      start: when this launch began, in seconds since 1970. Identifies the launch.
+      seconds: {part: seconds spent on this part of the work}, for all `callbacks.PARTS`.
+      first_step: step of the state that this launch restored or initialized.
       time: time of the record, in seconds since 1970.
-      ended: how this start ended, one of `ENDS`; '' while it runs, and if it was killed.
-      starting: True until the state is restored or initialised. Until then, `first_step` and `step` are the last step of the
-        previous start.
+      ended: how this launch ended, one of `ENDS`; '' while it runs, and if it was killed.
+      starting: True until the state is restored or initialized. Until then, `first_step` and `step` are the last step of the
+        previous launch.
     """
 
     start: float
@@ -133,7 +136,7 @@ class StartTimes:
 
     @property
     def steps(self) -> int:
-        """Number of steps that this start has taken."""
+        """Number of steps that this launch has taken."""
         return self.step - self.first_step
 
     @property
@@ -143,21 +146,21 @@ class StartTimes:
 
 
 class RunTimesFile:
-    """Appends the times of a start to the run's `run_times.jsonl`. Only process 0 may use it."""
+    """Appends the times of a launch to the run's `run_times.jsonl`. Only process 0 may use it."""
 
     def __init__(self, job_log_dir: epath.Path, start: float):
-        """`start`: when this start began, in seconds since 1970. The first write creates the file."""
+        """`start`: when this launch of the run began, in seconds since 1970. The first write creates the file."""
         self._path = job_log_dir / TIMES_FILE
         self._start = start
         self._file: GrowingFile | None = None
         self._has_failed = False
 
     def write(self, seconds: Mapping[str, float], first_step: int | None, step: int = 0, ended: str = "") -> None:
-        """Appends a line. A failure only logs a warning, once.
+        """Appends a line. If this fails, logs a warning at the first failure.
 
         Args:
           seconds: see `RunTimes.seconds`.
-          first_step, step, ended: see `StartTimes`. `first_step` is None until the state is restored or initialised.
+          first_step, step, ended: see `StartTimes`. `first_step` is None until the state is restored or initialized.
         """
         steps: dict[str, int] = {"starting": True}
         if first_step is not None:
@@ -182,7 +185,7 @@ class RunTimesFile:
 
 
 def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
-    """Returns the last record of each start of a run, earliest start first. Skips unreadable lines, e.g. one cut by a kill."""
+    """Returns the last record of each launch of a run, earliest launch first. Skips unreadable lines, e.g. incomplete ones."""
     last: dict[float, StartTimes] = {}
     reached = 0
     for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():
@@ -208,14 +211,14 @@ def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Share of a run's time spent on steps that count.
+    """How much of a run's time was spent on training steps whose results the run has kept.
 
     Attributes:
-      seconds: total time of all starts, without the time between two starts.
-      productive: seconds of steps whose result the run has kept.
-      redone: seconds of steps that a later start repeated from an earlier checkpoint.
+      seconds: total time of all launches, without the time between launches.
+      productive: seconds spent on steps whose results the run has kept.
+      redone: seconds spent on steps that a later launch repeated from an earlier checkpoint.
       redone_steps: number of steps that were repeated.
-      away: total seconds between the last record of each start and the beginning of the next start.
+      away: total seconds between the last record of each launch and the beginning of the next launch.
     """
 
     seconds: float

@@ -3,14 +3,14 @@
 A process's own time for a step is the sum of its input, dispatch and device times. The device time is an estimate, because
 devices wait for each other: the shortest device time of any process, multiplied by this process's time for a small program (see
 `device_watch.py`), and divided by the median process's time for this program. Processes are compared over windows of 20 steps.
-A process is slow if
+A process is slow if three conditions hold:
 
-- 15 of its 20 own times are over 1.2 times the median of all processes' medians;
-- 17 of its 20 own times exceed 17 of the 20 times of the median process, which noise doesn't cause;
-- and its median is 1 ms over that of the others, because a smaller excess can come from a line of Python in a script.
+- 15 of its 20 own times are longer than 1.2 times the median of all processes' median own times.
+- 17 of its 20 own times are longer than 17 of the 20 own times of the median process. Noise alone doesn't cause this.
+- Its median own time exceeds the median of all processes by over 1 ms. A single line of Python can cause a smaller excess.
 
-With two processes, a median is not robust, so each is compared with the other one. Then the slower process counts as slow,
-although the other process may be unusually fast.
+If there are only two processes, each is compared with the other one instead of the median. Then the slower process counts as
+slow, although the other process may be unusually fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Verdict:
       is_slow: True if the process is slow; see the module.
       steps: the first and the last step of the window.
       processes: number of processes that were compared.
-      is_hidden: True if the part runs on the host while the devices are busy with the previous step, so no step waits for it.
+      is_hidden: True if the host does this part while the devices are busy with the previous step, so that no step waits for it.
     """
 
     process: int
@@ -95,7 +95,7 @@ def judge(told: Mapping[int, Mapping[str, Any] | None], newer_than: int = 0) -> 
 
 
 def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -> dict[int, list[float]]:
-    """Returns {process: device seconds per step}, four values as from `spread`: `device`, or more if its probe is slow."""
+    """Returns {process: device seconds per step, as in `spread`}: all four are `device`, or larger if its probe is slow."""
     found = {p: [device] * 4 for p in probes}
     known = {p: probe for p, probe in probes.items() if probe is not None}
     if len(known) < len(probes):
@@ -108,7 +108,7 @@ def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -
 
 
 def _typical(spreads: Mapping[int, Sequence[float]], process: int, which: int) -> float:
-    """Returns the median of all processes' values at index `which`; if there are only two processes, the other one's value."""
+    """Returns the median over all processes of `spreads[...][which]`. With only two processes, returns the other one's value."""
     values = {p: spread[which] for p, spread in spreads.items()}
     if len(values) == 2:
         del values[process]
@@ -143,7 +143,7 @@ def _verdict(process: int, told: Mapping[str, Any], times: Mapping[int, Mapping[
 
 
 class SlowProcesses:
-    """Reports when a process becomes slow, when the slow part of its steps changes, and when it is as fast as others again."""
+    """Reports that a process has become slow, that a different part of its steps is slow, or that it is no longer slow."""
 
     def __init__(self) -> None:
         self._judged = 0
@@ -151,7 +151,7 @@ class SlowProcesses:
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Returns lines for the log about the newest window that all processes have measured, unless it was judged before."""
+        """Returns lines for the log about the newest window of steps that all processes have measured; [] if it isn't new."""
         lines = []
         for verdict in judge(told, self._judged):
             self._judged = verdict.steps[1]

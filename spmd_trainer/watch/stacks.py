@@ -25,7 +25,7 @@ def stacks(longest: int | None = None) -> str:
     """Returns the stacks of this process's Python threads: first the main thread, then threads that read input, then others.
 
     Each stack begins with the innermost call. It has file names, line numbers and function names, but no source lines, because
-    reading source files could hang. The trainer's threads that only watch and wait are left out.
+    reading source files could hang. The trainer's own monitoring threads are left out.
 
     Args:
       longest: maximum number of characters; None for no limit.
@@ -49,8 +49,8 @@ def _calls(frame: types.FrameType | None) -> str:
 class HeldInterpreter:
     """Writes this process's stacks into a file when its Python threads can't run, because C code holds the GIL.
 
-    A faulthandler thread, which doesn't need the GIL, writes unless `alive` is called in time. A process has only one such
-    thread: another call of `faulthandler.dump_traceback_later` takes it over.
+    A faulthandler thread, which doesn't need the GIL, writes the stacks if `alive` isn't called in time. A process has only one
+    such thread. Any other call of `faulthandler.dump_traceback_later` takes this thread over.
     """
 
     def __init__(self, path: epath.Path, seconds: float):
@@ -76,11 +76,11 @@ class HeldInterpreter:
             self._file = open(path, "a", opener=reading.opened)  # noqa: SIM115
 
     def alive(self) -> None:
-        """Restarts the time limit. Called regularly by a Python thread."""
+        """Restarts the timeout. Called regularly by a Python thread."""
         faulthandler.dump_traceback_later(self._seconds, file=self._file)
 
     def close(self) -> None:
-        """Stops the time limit. If nothing was written, removes the file, and its directory if `__init__` created that."""
+        """Stops the timeout. If nothing was written, removes the file, and also its directory if `__init__` created it."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         with contextlib.suppress(OSError):

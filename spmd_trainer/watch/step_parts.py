@@ -1,9 +1,9 @@
 """Measures the time of each part of a training step on this process: input, dispatch and devices.
 
 All processes of a synchronous job take equally long for a step, so a step's time doesn't show which process is slow. The times
-of its parts show it. Input is the time that the loop waited for this process's own next batch. Dispatch is the time of the
-host's own work, from callbacks to the call of the compiled step. Neither includes waiting for the devices or for other
-processes' input.
+of its parts do. The input time is how long the loop waited for this process's own next batch. The dispatch time is that of the
+host's own work, such as callbacks and the call of the compiled step. Neither of them includes waiting for the devices or for
+other processes' input.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Parts(NamedTuple):
     """Times of one training step on this process, in seconds.
 
     Attributes:
-      input: time that the loop waited for this process's own batch.
+      input: time for which the loop waited for this process's own batch.
       dispatch: time of the host's own work.
-      whole: time from the beginning of this step to the beginning of the next step, or of a pause.
+      whole: time from the beginning of this step to the beginning of the next step or pause.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 def spread(values: Iterable[float]) -> list[float]:
     """Returns the 15th, 25th, 50th and 85th percentiles of times in seconds, rounded to microseconds.
 
-    Up to three outliers among 20 times, e.g. from garbage collections or bursts of load, do not show in the results.
+    Up to three outliers among 20 times, e.g. from garbage collections or bursts of load, don't affect the results.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -62,7 +62,7 @@ def spread(values: Iterable[float]) -> list[float]:
 
 
 class StepParts(Callback, StepWatch):
-    """Measures the times of the parts of training steps. The training loop calls its methods, which each read a clock."""
+    """Measures the times of the parts of training steps. The training loop calls the methods, which read a clock."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StepParts(Callback, StepWatch):
         """Starts without measurements.
 
         Args:
-          repeats: runs the training steps, and some of them twice; None: each step runs once.
+          repeats: takes some training steps twice; None to take each step once.
           watch: measures the devices; closed at the end of the run. None: `on_open` makes one if there are several processes.
           clock: returns the time in seconds, as `time.monotonic`.
           cpu_clock: returns the CPU seconds of the calling thread, as `time.thread_time`.
@@ -105,7 +105,7 @@ class StepParts(Callback, StepWatch):
     on_failure = on_end
 
     def begin(self, began: float, for_others: float) -> None:
-        """Notes that the previous step has ended, and that the loop asks for the next batch.
+        """Notes that the previous step has ended, and that the loop now requests the next batch.
 
         Args:
           began: the current time, in seconds of the clock.
@@ -161,7 +161,7 @@ class StepParts(Callback, StepWatch):
         return timed
 
     def end(self, now: float | None = None) -> None:
-        """Notes that the step has ended, e.g. before a pause. The time until the next `begin` belongs to no step."""
+        """Notes that the step has ended, e.g. before a pause. The time until the next call of `begin` isn't part of any step."""
         if self._began is None or not self._step:  # there was no batch
             return
         whole = (self._clock() if now is None else now) - self._began
@@ -175,12 +175,13 @@ class StepParts(Callback, StepWatch):
         return list(self._steps)
 
     def window(self) -> dict[str, object] | None:
-        """Returns the last windows of 20 steps for `slow.judge`; None before the first is full. Any thread may call this.
+        """Returns the times in the last windows of 20 steps, for `slow.judge`. Any thread may call this.
 
         Returns:
-          JSON: 'host', the host's name; 'device' and 'probe', `spread` of `DeviceWatch`'s times, or None; 'dry', the share of
-          the measured steps for which the devices were idle, or None; 'windows', for each window 'step', its last step, and the
-          `spread` of 'input', 'dispatch', 'own' (input + dispatch) and 'whole'. Times are in seconds.
+          None before the first window is full, else JSON: 'host' is the host's name. 'device' and 'probe' are the `spread` of
+          `DeviceWatch`'s times, and 'dry' is the share of measured steps before which the devices were idle; each may be None.
+          'windows' has for each window its last 'step', and the `spread` of 'input', 'dispatch', 'own' (input + dispatch) and
+          'whole'. Times are in seconds.
         """
         steps = self.steps()
         windows = [_window(steps[end - WINDOW : end]) for end in _ends(steps)]
@@ -197,7 +198,7 @@ class StepParts(Callback, StepWatch):
 
 
 def _ends(steps: Sequence[Parts]) -> list[int]:
-    """Returns the ends of the windows to report: for each window, the index after its last step, in ascending order."""
+    """Returns the windows to report, as the index after the last step of each window, in ascending order."""
     found = set()
     for stride in STRIDES:
         at = [i + 1 for i in range(len(steps) - 1, WINDOW - 2, -1) if steps[i].step % stride == 0]

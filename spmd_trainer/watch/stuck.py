@@ -1,6 +1,6 @@
-"""Beats (heartbeats), which say where a process of a run is, and which process is behind when the run makes no progress.
+"""Beats (heartbeats), which say what each process of a run is doing, and so which process is behind if there is no progress.
 
-All processes of a run take the same steps in the same order, and most of their work needs all of them. So when one process stops,
+All processes of a run take the same steps in the same order, and most of their work is collective. So when one process stops,
 the others stop a little later, and wait for the process that has made the least progress.
 """
 
@@ -27,19 +27,19 @@ _NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """Heartbeat of a process: where it is in the run.
+    """Heartbeat of a process, which says what the process is doing.
 
     Attributes:
-      number: number of the beat among the beats of this process, from 1; 0 for a process that has sent no beat yet.
+      number: number of this beat. A process numbers its beats from 1; 0 if it has sent no beat yet.
       step: the last training step that the process has dispatched.
       finished: the last step whose scalars have arrived.
-      activity: the current activity, e.g. 'training step 12'.
-      part: the current part of the work, one of `callbacks.PARTS`, or the reason for waiting: `DEVICES`, `OTHERS_INPUT`,
-        `OTHERS`.
+      activity: what the process is doing, e.g. 'training step 12'.
+      part: the current part of the work (one of `callbacks.PARTS`), or what the process waits for (`DEVICES`, `OTHERS_INPUT` or
+        `OTHERS`).
       seconds: seconds since `part` began.
       phase: a phase within the activity, e.g. 'evaluating heldout at step 20'; '' if there is none.
-      batches: number of batches that the phase has finished.
-      window: JSON with the times of this process's last steps, see `StepParts.window`; or None.
+      batches: number of batches that are finished in this phase.
+      window: JSON with the times of this process's last steps (see `StepParts.window`), or None.
       stacks: the process's Python stacks if it is behind the others; otherwise ''.
     """
 
@@ -57,12 +57,12 @@ class Beat:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """The fields that change when the process makes progress. Two beats with equal fields mean no progress in between."""
+        """The fields that change when the process makes progress. If they are equal in two beats, there was no progress."""
         return (self.step, self.finished, self.activity, self.part, self.phase, self.batches)
 
     @property
     def where(self) -> str:
-        """Where the process is, as text, e.g. 'training step 12, input' or 'evaluation at step 20, other, 3 batches'."""
+        """What the process is doing, as text, e.g. 'training step 12, input' or 'evaluation at step 20, other, 3 batches'."""
         parts = [self.activity]
         if self.part != self.activity:
             parts.append(self.part)
@@ -77,10 +77,10 @@ class Beat:
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        """Reads what `to_json` wrote.
+        """Parses the result of `to_json`.
 
         Raises:
-          ValueError: the text is no beat.
+          ValueError: the text is not a beat.
         """
         try:
             return cls(**json_values.parse_object(text))
@@ -95,7 +95,7 @@ def not_yet(process: int) -> Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A process as another process knows it from its beats.
+    """What is known about a process from its beats.
 
     Attributes:
       beat: the process's last beat.
@@ -114,7 +114,7 @@ class Verdict:
 
     Attributes:
       behind: indices of the processes that are behind, ascending; empty if none can be named.
-      text: a clause that names these processes, and says where they and the other processes are.
+      text: a clause that names these processes, and says what they and the other processes are doing.
     """
 
     behind: tuple[int, ...]
@@ -122,24 +122,24 @@ class Verdict:
 
 
 def standing_still(seen: Sequence[Seen]) -> float:
-    """Returns the seconds since the last progress of any process; 0 for no processes."""
+    """Returns the number of seconds for which no process has made progress; 0 for no processes."""
     return min((one.still for one in seen), default=0.0)
 
 
 def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
-    """Finds the processes that are behind, by rules. The first rule that is true for some, but not for all processes decides.
+    """Finds the processes that are behind. The first of these rules that is true for some, but not all processes decides:
 
-    The rules, in order: the process's beats have stopped (this rule decides even if it is true for all processes); the process
-    has dispatched the fewest steps; it has finished the fewest steps; it has not reached the point where others wait for all
-    processes; it has finished the fewest batches of an activity that all processes share; it does something alone, such as
-    reading input, while others wait; it is elsewhere than more than half of all processes, which are at the same place.
+    (1) The process's beats have stopped. This rule decides even if it is true for all processes. (2) The process has dispatched
+    the fewest steps. (3) It has finished the fewest steps. (4) It hasn't reached the point at which others wait for all
+    processes. (5) All processes have the same activity, and it has finished the fewest batches. (6) It does something that needs
+    no other process, e.g. reads input. (7) More than half of all processes are doing the same thing, but this process isn't.
 
     Args:
       seen: all processes, as known from their beats.
-      silent_after: seconds without a beat after which a process counts as stopped, or its interpreter as held by C code.
+      silent_after: seconds without a beat after which the beats of a process count as stopped.
 
     Returns:
-      The verdict. For a single process, `text` says where the process is, and `behind` is empty unless the beats have stopped.
+      The verdict. For a single process, `text` says what it is doing, and `behind` is empty unless its beats have stopped.
     """
     rules: tuple[Callable[[Sequence[Seen]], Sequence[Seen]], ...] = (
         lambda all_: [one for one in all_ if one.silent > silent_after],

@@ -1,4 +1,4 @@
-"""Reports a run without progress: which process is behind, its phase and its Python stacks. Ends it after --hang_seconds."""
+"""Reports a run that makes no progress: which processes are behind, and their Python stacks. Ends such a run (--hang_seconds)."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Watchdog(Callback):
         """Stores the arguments; `on_open` starts the threads.
 
         Args:
-          seconds: a report is made when no process has made progress for this many seconds, and again after two, four, ... times
-            as many. 0: no reports.
-          hang_seconds: seconds without progress after which the process ends with `link.STATUS_HANG`; 0 for never. Before the
+          seconds: a report is made when no process has made progress for this many seconds, and again after 2, 4, 8, ... times
+            this many seconds without progress. 0: no reports.
+          hang_seconds: seconds without progress after which the process exits with `link.STATUS_HANG`; 0 for never. Before the
             first step, the limit is `_FIRST_STEP` times as long.
           window: returns the times of this process's last steps, for `slow.judge`; see `StepParts.window`. Called by any thread.
           report: function that is called with the text of each report.
@@ -126,9 +126,9 @@ class Watchdog(Callback):
         self._finished = step
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Ends the threads. If this process is about to end because of a hang, waits for this end first.
+        """Ends the threads. But if this process is about to exit because of a hang, first waits for its exit.
 
-        When one process ends because of a hang, the steps of the other processes fail. They should report the hang instead.
+        When one process exits because of a hang, steps fail in the other processes. These should report the hang instead.
         """
         if isinstance(error, HangError):
             return
@@ -207,7 +207,7 @@ class Watchdog(Callback):
         )
 
     def _stacks_if_behind(self) -> str:
-        """Returns this process's stacks if it is behind and half of the shortest limit has passed without progress; else ''."""
+        """Returns this process's stacks if it is behind and half of the shorter time limit has passed; else ''."""
         latest = None if self._board is None else self._board.latest()
         limit = min(limit for limit in (self._seconds, self._hang_seconds) if limit)
         if self._count == 1 or latest is None or self._index not in latest.behind or latest.still < limit / 2:
@@ -241,7 +241,7 @@ class Watchdog(Callback):
         file.flush()
 
     def _end(self, digest: Digest, run: Run) -> None:
-        """Reports the hang, lets the run do its last work, and ends this process."""
+        """Reports the hang, lets the run's callbacks handle the failure, and exits this process."""
         run.hangs = True
         self._job.begin_to_leave()
         limit = f"--hang_seconds={self._hang_seconds:g}"

@@ -61,12 +61,12 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
       settings: the settings; S is their `num_samples` and N their `max_tokens`.
 
     Returns:
-      1. Scalars (value, weight): num_decoded, and generated_tokens per row.
+      1. Scalars, each as (value, weight): num_decoded, and the mean of generated_tokens over rows and samples.
       2. The batch with the results: output_ids int32 [B, S, P + N], prompts and their continuations; decode_lengths int32
-        [B, S], the lengths of both together; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P];
+        [B, S], length of prompt plus continuation; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P];
         prefix_lengths int32 [B] and original_lengths int32 [B, S], the lengths of the prompts. The samples of a prompt are
         sorted by the sum of their logprobs, the largest first.
-      3. An empty dict, where praxis has further metrics.
+      3. An empty dict, where praxis returns more metrics.
 
     Raises:
       UserError: a setting is invalid, or stop strings are set but no tokenizer is.
@@ -169,7 +169,7 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
     """Sorts the samples of each prompt by the sum of their log-probabilities, the largest first.
 
     Args:
-      generated: for B prompts and S samples: tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N].
+      generated: tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N], for B prompts and S samples per prompt.
     """
     order = jnp.argsort(-jnp.sum(generated[2], axis=-1), axis=1, stable=True)
     return [jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1) for x in generated]
@@ -178,8 +178,8 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
 def _behind_prompts(
     prompts: jax.Array, lengths: jax.Array, continuations: jax.Array, fill: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Puts each continuation directly after its prompt, and `fill` after the continuation. Returns a mask that is True in
-    prompts, and the rows. Shapes: prompts [B, P], continuations [B, S, N], both results [B, S, P + N].
+    """Puts each continuation directly after its prompt, and `fill` after the continuation. Returns a mask that is True for
+    prompt tokens, and the joined rows. Shapes: prompts [B, P], continuations [B, S, N], both results [B, S, P + N].
     """
     width, steps = prompts.shape[1], continuations.shape[2]
     shape = (*continuations.shape[:2], width + steps)

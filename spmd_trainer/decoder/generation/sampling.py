@@ -18,7 +18,7 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns a PRNG key for each row.
 
     Args:
-      key: the PRNG key of the whole decode, typed or raw.
+      key: the PRNG key for all rows, typed or raw.
       rows: int [B], a number that identifies each row, e.g. its prompt's index in the dataset.
     """
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)

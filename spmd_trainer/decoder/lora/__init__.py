@@ -2,8 +2,8 @@
 
     task_p.lora = Config(lora.Lora, targets=["attention/(query|value)/w"], rank=8, alpha=16.0)
 
-The model's code has no adapters. `LoraModel` traces it, finds the matrix products that read the targets, and adds the two small
-products of the adapters to each. Read `model.py` first; `interpreter.py` evaluates the traced program.
+The model's code has no adapters. `LoraModel` traces it, finds the matrix products with the targets (the weights to adapt),
+and adds two small matrix products with the adapters to each. Read `model.py` first; `interpreter.py` evaluates the program.
 """
 
 from spmd_trainer.decoder.lora.model import LoraModel, traced_on

@@ -34,7 +34,7 @@ class Factor:
         return self.array if order == list(range(len(order))) else lax.transpose(self.array, order)
 
     def edited(self, edit: dims_lib.Edit, starts: Sequence[Any]) -> Factor:
-        """Applies a slice, squeeze or reshape of the weight's dimensions to this factor, if it has these dimensions.
+        """Applies a slice, squeeze or reshape of a weight to this array, if the array has the dimensions that change.
 
         Args:
           edit: the slice, squeeze or reshape.
@@ -69,7 +69,7 @@ class Product:
     """A matrix product with a weight, described by the names of the weight's dimensions.
 
     Attributes:
-      batch, contracted, free: names of the weight's dimensions by their role in the product, in the product's order.
+      batch, contracted, free: names of the weight's batch, contracted and other dimensions, each in the product's order.
       transposed: True if the product contracts the weight's outputs instead of its inputs.
     """
 
@@ -86,18 +86,18 @@ class Product:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight W with its adapters. Stands for the array W + scale * a b, times `gain` with DoRA.
+    """A weight W with its adapters. It stands for the array W + scale * a b or, with DoRA, for gain * (W + scale * a b).
 
     Attributes:
       w: the array W.
       a: the adapter matrix a, [*stack, *inputs, rank].
       b: the adapter matrix b, [*stack, rank, *outputs].
       magnitude: DoRA's magnitude, [*stack, *outputs]; None without DoRA.
-      gain: DoRA's factor of the outputs, [*stack, *outputs]: magnitude / norm of each output's weights; None until computed.
+      gain: DoRA's factor for each output, [*stack, *outputs]: magnitude / norm of the output's weights; None until computed.
       dims: the dimensions of `w`, each with its name and the variable's dimensions that it comes from.
       path: the variable's path.
-      roles: roles of the variable's dimensions (stack, inputs, outputs) in the model's products.
-      scale: factor of the product a b.
+      roles: the variable's stack, input and output dimensions in the model's matrix products.
+      scale: factor by which the product a b is multiplied.
     """
 
     w: jax.Array
@@ -113,8 +113,8 @@ class AdaptedWeight:
     def follows(self, move: dims_lib.Move) -> bool:
         """Returns True if an operation on the weight can be applied to each adapter matrix too.
 
-        `move` is the operation's effect on the weight's dimensions. A reshape can't be applied to a matrix that has only some of
-        the dimensions that it merges.
+        `move` is the operation's effect on the weight's dimensions. If a reshape merges dimensions, it can't be applied to an
+        adapter matrix that has only some of these dimensions.
         """
         for factor in (self.a, self.b, self.magnitude, self.gain):
             names = set(() if factor is None else factor.names)
@@ -146,7 +146,7 @@ class AdaptedWeight:
         return dataclasses.replace(self, w=w, dims=move.dims, **parts)
 
     def plan(self, contracted: Sequence[int], batch: Sequence[int]) -> Product | None:
-        """Returns a description of a product with this weight; None if the adapters' dimensions don't fit the product.
+        """Describes a matrix product with this weight. Returns None if the adapters' dimensions don't fit the product.
 
         Args:
           contracted: the dimensions of `w` that the product contracts.
@@ -170,7 +170,7 @@ class AdaptedWeight:
 
 
 def norm(weight: AdaptedWeight) -> Factor:
-    """Returns the norm of each output's weights in W + scale * a b, float32 [*stack, *outputs], without gradient.
+    """Returns the norm of each output's weights in W + scale * a b, float32 [*stack, *outputs]. It has no gradient.
 
     The sum W + scale * a b is not formed: the squared norm is |W|^2 + 2 scale <W, a b> + scale^2 |a b|^2 for each output.
     """
@@ -230,7 +230,7 @@ def with_gain(weight: AdaptedWeight) -> AdaptedWeight:
 
 
 def merge(weight: AdaptedWeight) -> jax.Array:
-    """Returns the array W + scale * a b, with DoRA's gain, in the dtype of W; computed in float32.
+    """Returns the array W + scale * a b (with DoRA, times the gain), computed in float32 and cast to the dtype of W.
 
     Raises:
       UserError: the weight has several adapters.

@@ -34,11 +34,11 @@ class Interpreter:
     """Evaluates jaxprs with adapted weights.
 
     Attributes:
-      on_merge: called with (path of a weight, operation) when the weight had to be merged with its adapters.
+      on_merge: called with (path of a weight, name of an operation) if the operation needs the weight merged with its adapters.
       dropout: probability of dropping an element of the adapters' input.
       key: PRNG key of the dropout masks; None for no dropout.
-      rows: int32 [rows], index of each batch row's adapter, -1 for none; None with one adapter.
-      multiplied: a list to which (path, shape of the other operand) of each product with an adapted weight is appended, or None.
+      rows: int32 [rows], index of each batch row's adapter, -1 for none; None if all rows use the same adapter.
+      multiplied: a list that records each product with an adapted weight: (its path, shape of the other operand); or None.
     """
 
     on_merge: Callable[[str, str], None]
@@ -126,7 +126,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array, *pair: jax.Array) -> jax.Array:
-        """Evaluates a `grouped_dot`, which multiplies rows by their experts' weights. Each expert has a separate adapter."""
+        """Evaluates a `grouped_dot`, which multiplies each row by its expert's weight. Each expert has its own adapter."""
         found = None
         if not is_adapted(rows):
             found = products.multiply_grouped(
@@ -142,7 +142,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _adapters_of_pairs(self, path: str, num_pairs: int, pair: jax.Array | None = None) -> jax.Array | None:
-        """Returns the adapter index of each row of a `grouped_dot`, by the batch row of its token; None with one adapter."""
+        """Returns the adapter index of each row of a `grouped_dot`: that of its token's batch row. None with one adapter."""
         if self.rows is None:
             return None
         if pair is None:
@@ -215,7 +215,7 @@ class Interpreter:
         return list(lax.switch(index, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands))
 
     def _inside(self, key: jax.Array | None) -> Interpreter:
-        """Returns an interpreter with another dropout key, for an inner jaxpr such as a loop's body."""
+        """Returns an interpreter with a different dropout key, for an inner jaxpr such as a loop's body."""
         return dataclasses.replace(self, key=key, _num_keys=0)
 
     def _fresh_key(self) -> jax.Array | None:
@@ -261,8 +261,8 @@ class Interpreter:
 def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
     """Prepares a weight for a scan over its dimension 0, so that slicing its arrays gives the adapted weight of one step.
 
-    The scanned dimension is moved to the front of the adapters' arrays, and removed from their names. Returns None if an adapter
-    matrix lacks the dimension.
+    In the adapters' arrays, the scanned dimension is moved to the front, and its name is removed. Returns None if an adapter
+    matrix lacks this dimension.
     """
     name = weight.dims[0].name
     if name not in weight.a.names or name not in weight.b.names:

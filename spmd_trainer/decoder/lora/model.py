@@ -42,7 +42,7 @@ _mesh: contextvars.ContextVar[jax.sharding.AbstractMesh | None] = contextvars.Co
 
 @contextlib.contextmanager
 def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context manager that sets the mesh on which `init_variables` traces the forward pass, to find how targets are used."""
+    """Context manager that sets the mesh for `init_variables`, which traces the forward pass to see how targets are used."""
     token = _mesh.set(mesh.abstract_mesh)
     try:
         yield
@@ -52,13 +52,13 @@ def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass
 class LoraModel:
-    """A `Model` that consists of a frozen base model and adapters. Targets are the base's variables that have adapters.
+    """A `Model` that consists of a frozen base model and adapters. Targets are those base variables that have adapters.
 
     Attributes:
       base: the model without adapters.
       settings: the adapters' settings.
-      fprop_dtype: dtype of the base's computations; a training step casts variables to it.
-      dims: {path of a target: roles of its dimensions (stack, inputs, outputs)}; None before the model has been traced.
+      fprop_dtype: dtype of the base model's computations; a training step casts variables to it.
+      dims: {path of a target: its stack, input and output dimensions}; None until the model has been traced.
     """
 
     base: Model
@@ -70,10 +70,10 @@ class LoraModel:
     _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """Returns the base's variables, marked frozen, and the adapters below 'params/lora'. See `Model`.
+        """Returns the base model's variables, marked frozen, and the adapters below 'params/lora'. See `Model`.
 
         Raises:
-          UserError: a target is invalid, or the base has variables below 'params/lora'.
+          UserError: a target is invalid, or the base model has variables below 'params/lora'.
         """
         boxed = self.base.init_variables(key, inputs)
         params = boxed[base_layer.PARAMS]
@@ -103,7 +103,7 @@ class LoraModel:
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Runs the base with adapters; see `Model`. Discards the base's updates of its own variables, which are frozen."""
+        """Runs the base model with adapters; see `Model`. Discards updates of the base model's variables, which are frozen."""
         if self.settings.reference:
             inputs = self._with_reference(mdl_vars, inputs, key)
 
@@ -120,8 +120,8 @@ class LoraModel:
         return found
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Prepares adapters for a base that was loaded after they were initialized: sets DoRA's magnitudes to the norms of the
-        base's weights. Takes and returns all variables, without padding. Call this method under jit.
+        """Sets DoRA's magnitudes to the norms of the base model's weights. Call this method under jit, if the base model was
+        loaded after the adapters were initialized. Takes and returns all variables, without padding.
         """
         if not self.settings.dora:
             return mdl_vars
@@ -138,13 +138,13 @@ class LoraModel:
         )
 
     def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Merges the adapters into the base's weights: W + scale * a b, with DoRA times its gain. Call this method under jit.
+        """Merges the adapters into the base model's weights: W + scale * a b (with DoRA, times its gain). Call it under jit.
 
         Args:
           mdl_vars: all variables, without padding.
 
         Returns:
-          The variables without 'params/lora'; computed in float32, returned in the base's dtypes.
+          The variables without 'params/lora'. Merged weights are computed in float32 and cast to the base model's dtypes.
 
         Raises:
           UserError: there are several adapters.
@@ -163,10 +163,10 @@ class LoraModel:
         return jax.tree.unflatten(jax.tree.structure(base), leaves)
 
     def matrix_dims(self) -> dict[str, MatrixDims]:
-        """Returns {path of a target, such as 'params/lm/mlp/w': roles of its dimensions (stack, inputs, outputs)}.
+        """Returns {path of a target, e.g. 'params/lm/mlp/w': its stack, input and output dimensions}.
 
         Raises:
-          RuntimeError: none of `init_variables`, `forward` and `decode` has been traced, e.g. by a partitioner's `setup`.
+          RuntimeError: none of `init_variables`, `forward` and `decode` has been traced yet, as by a partitioner's `setup`.
         """
         if self.dims is None:
             raise RuntimeError("the adapters' targets are unknown until init_variables has been traced")
@@ -175,12 +175,12 @@ class LoraModel:
     def split_like_base(
         self, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
     ) -> tuple[NestedWeightHParams, PyTree]:
-        """Shards each adapter like its weight. Returns `base` and `reasons`, extended by the entries for the adapters.
+        """Shards each adapter like its weight. Returns `base` and `reasons` with added entries for the adapters.
 
         Args:
           hparams: WeightHParams of all variables.
-          base: WeightHParams of the base's variables, with split mappings.
-          reasons: a text for each variable that explains its split mapping, in the same structure as `base`.
+          base: WeightHParams of the base model's variables, with their `tensor_split_dims_mapping`.
+          reasons: a tree like `base` with a text for each variable, which explains how it is sharded.
         """
         weights = dict(masks.with_paths(base))
         found = {
@@ -194,7 +194,7 @@ class LoraModel:
         return variables.with_adapters(base, next(parts)), variables.with_adapters(reasons, next(parts))
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
-        """Returns `matrix_dims()`. First traces the base, if needed, with the variables cast as in a training step."""
+        """Returns `matrix_dims()`. First traces the base model, if needed, with the variables cast as in a training step."""
 
         def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
             if self.settings.reference:
@@ -225,9 +225,9 @@ class LoraModel:
         self._others = {path: frozenset(found[path].others) for path in self.dims}
 
     def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
-        """Traces `fn`, a call of the base. Returns its jaxpr and the shapes of its results.
+        """Traces `fn`, which calls the base model. Returns its jaxpr and the shapes of its results.
 
-        If a loss that is computed in blocks hides a target's matrix product, traces again with a loss computed from logits.
+        If a matrix product with a target is hidden in a loss computed in blocks, traces again with a loss computed from logits.
         """
         jaxpr, shapes = matrix_uses.traced(fn, args, shown=False)
         paths = {i: path for i, (path, _) in enumerate(_named_values(args[0])) if path in self.matrix_dims()}

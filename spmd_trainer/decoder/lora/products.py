@@ -1,4 +1,4 @@
-"""Matrix products with an adapted weight: the base's product, plus two small products with the adapters."""
+"""Matrix products with an adapted weight: the base model's product, plus two small products with the adapters."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def multiply_grouped(
     drop: Callable[[jax.Array], jax.Array],
     chosen: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies rows by their experts' weights W + scale * a b without forming these sums. Returns [S, X, M, outputs], or None
+    """Multiplies each row by its expert's weight W + scale * a b, without forming this sum. Returns [S, X, M, outputs], or None
     if the adapters' dimensions don't fit. See `grouped_dot` for S, X and M.
 
     Args:
@@ -84,8 +84,8 @@ def multiply_grouped(
       sizes: number of rows of each expert.
       eqn: the `grouped_dot` equation without adapters.
       drop: dropout function, applied to the adapters' input.
-      chosen: int32 [S, X, M], index of each row's adapter, -1 for none; None with one adapter. An expert's adapters are
-        concatenated along the rank, and each row keeps the part of its adapter. So the FLOPs grow with the number of adapters.
+      chosen: int32 [S, X, M], index of each row's adapter, -1 for none; None if all rows use the same adapter. Each row is
+        multiplied by all adapters of its expert, and other adapters' results are set to 0. So FLOPs grow with their number.
     """
     (_, contracted), (_, batch) = GROUPED_NUMBERS
     plan = weight.plan(contracted, batch)
@@ -125,7 +125,7 @@ def _delta(
     weight_is_left: bool,
     out_names: list[Any],
 ) -> jax.Array:
-    """Returns scale * (x a) b, with its dimensions in the order `out_names`, as in the base's product."""
+    """Returns scale * (x a) b, with its dimensions in the order `out_names`, as in the product with W."""
     first, second = plan.factors(weight)
     precision, dtype = params["precision"], params["preferred_element_type"]
     if rows is not None:
@@ -152,8 +152,8 @@ def _delta(
 
 
 def _of_rows(factor: Factor, rows: jax.Array | None, x: jax.Array, *, missing: float) -> Factor:
-    """Selects each row's adapter from a factor of several adapters. Rows become the dimension ('x', 0). Rows without an adapter
-    get the value `missing`. With `rows` None, returns the factor unchanged.
+    """Selects each row's adapter from `factor`, which stacks several adapters. Returns a factor with the dimension ('x', 0) for
+    the rows. Rows without an adapter get the value `missing`. If `rows` is None, returns `factor` unchanged.
     """
     if rows is None:
         return factor

@@ -28,19 +28,19 @@ class Lora:
     Attributes:
       targets: regexes; a variable gets adapters if one of them is found in its path (`re.search`, e.g. in
         'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable used only in matrix products, except
-        embeddings (products with one-hot vectors) and output layers (no other weight is applied to their products).
+        embeddings (multiplied by one-hot vectors) and output layers (no other weight multiplies their results).
       rank: inner dimension of the product of the two adapter matrices.
-      alpha: this product is multiplied by alpha / rank.
+      alpha: the product of the two adapter matrices is multiplied by alpha / rank.
       dropout: probability with which an element of the adapters' input is set to 0 in training.
       rslora: multiply by alpha / sqrt(rank) instead of alpha / rank (rank-stabilized LoRA, arXiv:2312.03732).
       dora: learn the norm of each output's weights separately from their direction.
-      rank_axis: mesh axes that split the rank dimension, padded if needed; None: not split. An adapter's other dimensions are
-        split like its weight's, and axes used there don't split the rank.
+      rank_axis: mesh axes that shard the rank dimension, padded if needed; None: not sharded. An adapter's other dimensions
+        are sharded like its weight's, and axes used there don't shard the rank.
       dtype: dtype of the adapters.
       adapters: names of several adapters on the same targets. The batch entry `adapter`, int32 [rows], gives each row's index
-        into these names; -1 is the base alone. None: one adapter for all rows.
-      reference: use the base alone, without dropout and gradient, as the reference model for training on preference pairs. The
-        model's method `with_reference` adds the reference log-probabilities to each batch that lacks them.
+        into these names; -1 is the base model alone. None: one adapter for all rows.
+      reference: True to use the base model, without dropout and gradient, as the reference model for preference pairs. Its
+        method `with_reference` adds the reference log-probabilities to each batch that lacks them.
     """
 
     targets: str | Sequence[str] = ALL_LINEAR

@@ -12,14 +12,14 @@ from spmd_trainer.step.product_results import MatrixDims, Uses
 
 
 def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
-    """Chooses the variables that get adapters. Returns {path of such a variable: roles of its dimensions in matrix products}.
+    """Chooses the variables that get adapters. Returns {path: the variable's stack, input and output dimensions}.
 
     Args:
       settings: the adapter settings.
       uses: {path: how the model uses the variable}, for all floating-point parameters of the base model.
 
     Raises:
-      UserError: a regex matches no variable, or a variable that can't have adapters; or 'all-linear' finds no variable.
+      UserError: a regex matches no variable, or matches one that can't have adapters; or 'all-linear' finds no variable.
     """
     fitting = [path for path, use in uses.items() if use.fits]
     if not settings.regexes:
@@ -47,7 +47,7 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
 
 
 def _check(path: str, use: Uses, fitting: list[str]) -> None:
-    """Raises UserError if a variable is in no matrix product, or if its dimensions have different roles in several products."""
+    """Raises UserError if no matrix product reads the variable, or if products contract different dimensions of it."""
     near = f"nearest variables that can have adapters: {_nearest(path, fitting)}"
     if len(use.products) > 1:
         raise UserError(

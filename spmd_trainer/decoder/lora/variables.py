@@ -52,7 +52,7 @@ def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -
 
 
 def factor_dims(roles: MatrixDims, name: str) -> tuple[Any, ...]:
-    """Returns the dimensions of the adapter variable `name`, e.g. 'a': indices of the weight's dimensions, and 'rank'."""
+    """Returns the dimensions of the adapter variable `name`: each is the index of a dimension of the weight, or 'rank'."""
     if name == A:
         return (*roles.stack, *roles.inputs, RANK)
     return (*roles.stack, RANK, *roles.outputs) if name == B else (*roles.stack, *roles.outputs)
@@ -66,11 +66,11 @@ def names_of(settings: Lora) -> tuple[str, ...]:
 def adapter_hparams(
     settings: Lora, roles: MatrixDims, name: str, base: base_layer.WeightHParams
 ) -> base_layer.WeightHParams:
-    """Returns the WeightHParams of an adapter variable, without a split mapping, which `split_like_base` adds.
+    """Returns the WeightHParams of an adapter variable, without a `tensor_split_dims_mapping`; `split_like_base` adds it.
 
     Args:
       settings: the adapter settings.
-      roles: roles (stack, inputs, outputs) of the base variable's dimensions.
+      roles: the base variable's stack, input and output dimensions.
       name: 'a', 'b' or 'magnitude'.
       base: WeightHParams of the base variable.
     """
@@ -103,12 +103,12 @@ def split_like_base(
     base: base_layer.WeightHParams,
     path: str,
 ) -> tuple[base_layer.WeightHParams, str]:
-    """Returns an adapter variable's WeightHParams, split like the base variable, and a text that explains the split.
+    """Returns an adapter variable's WeightHParams, sharded like the base variable, and a text that explains this sharding.
 
     Args:
       settings, roles, name: as for `adapter_hparams`.
       adapter: WeightHParams of the adapter variable.
-      base: WeightHParams of the base variable, with its split mapping.
+      base: WeightHParams of the base variable, with its `tensor_split_dims_mapping`.
       path: path of the base variable.
     """
     mapping = dict(enumerate(base.full_split_dims_mapping))
@@ -148,8 +148,8 @@ def initial_adapters(
 
     Args:
       settings: the adapter settings.
-      roles: roles (stack, inputs, outputs) of the dimensions of `w`.
-      path: the weight's path, which the random numbers depend on.
+      roles: the stack, input and output dimensions of `w`.
+      path: the weight's path. The random numbers depend on it.
       w: the weight.
       hparams: WeightHParams of the adapter variables by name.
       key: PRNG key for the initialization of the model.

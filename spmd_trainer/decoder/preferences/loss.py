@@ -35,8 +35,8 @@ class PairLosses(NamedTuple):
 
     Attributes:
       loss: float32 [pairs].
-      rewards: float32 [pairs, 2], of the chosen and the rejected answer: beta times the log-ratio ('simpo': beta times the mean
-        log-probability of a token).
+      rewards: float32 [pairs, 2 (chosen, rejected)]: beta times the answer's log-ratio. With 'simpo', beta times the mean
+        log-probability of the answer's tokens.
     """
 
     loss: jax.Array
@@ -50,8 +50,8 @@ class PreferenceLoss:
     Attributes:
       loss: one of `LOSSES`.
       beta: strength of the regularization toward the reference model (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
-      label_smoothing: fraction of pairs assumed to be mislabeled, at least 0 and less than 0.5. Not for 'ipo'.
-      target_margin: target for the difference between the two rewards of a pair (SimPO's gamma), 0 or more. Only for 'simpo'.
+      label_smoothing: fraction of pairs assumed to be mislabeled, at least 0 and less than 0.5; must be 0 for 'ipo'.
+      target_margin: target for the difference between a pair's two rewards (SimPO's gamma), 0 or more. Only 'simpo' uses it.
     """
 
     loss: str = "sigmoid"
@@ -91,9 +91,9 @@ class PreferenceLoss:
         """Computes the loss and the rewards of each preference pair. The rewards have no gradient.
 
         Args:
-          logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.
+          logps: float32 [pairs, 2 (chosen, rejected)], the answers' log-probabilities under the trained model.
           lengths: [pairs, 2], number of tokens in the answers; may be 0 in padding rows.
-          reference_logps: float32 [pairs, 2], log-probabilities under the reference model. Not used by 'simpo'.
+          reference_logps: float32 [pairs, 2], their log-probabilities under the reference model. Not used by 'simpo'.
         """
         lengths = jnp.maximum(lengths, 1).astype(logps.dtype)
         if not self.needs_reference:

@@ -111,10 +111,11 @@ class PreferenceLanguageModel(layers.LanguageModel):
     def with_reference(self, input_batch: NestedMap) -> NestedMap:
         """Adds `reference_logps` to a batch: this model's own log-probabilities, computed without dropout.
 
-        In training with adapters, the frozen base is the reference model: call this method with the base's variables.
+        In training with adapters, the frozen base model is the reference model: call this method with its variables.
 
         Args:
-          input_batch: preference pairs. Returned unchanged without pairs, with `reference_logps`, or if the loss needs none.
+          input_batch: the batch. It is returned unchanged if it has no pairs, if it already has `reference_logps`, or if the
+            loss needs no reference model.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.

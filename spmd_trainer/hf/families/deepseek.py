@@ -1,4 +1,4 @@
-"""Describes GLM 4.5 to 4.7 and DeepSeek V3 (also Kimi K2 and Moonlight), which all choose experts in the same way."""
+"""Describes GLM 4.5 to 4.7 and DeepSeek V3 (also Kimi K2 and Moonlight), which all have the same kind of router."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef"})
 
 
 def _experts(config: Settings) -> MoeSpec:
-    """Reads the settings of the experts, for both families: sigmoid scores, groups, shared experts and choice biases."""
+    """Reads the MoE settings of both families: sigmoid scores, groups of experts, shared experts, and routing biases."""
     return MoeSpec(
         num_experts=config["n_routed_experts"],
         num_experts_per_token=config["num_experts_per_tok"],

@@ -1,15 +1,15 @@
 """Classes that describe a transformers model family: its config.json format, and the names and layouts of its tensors.
 
-A layout gives the shapes of a tensor and of the variable in it, as in einops: '(n h) d -> d n h' is a tensor [heads * head width,
-model width] for a variable [model width, heads, head width]. A '+' separates variables that are fused in one dimension;
-`Rule.part` says which of them is meant. So '(n h + k h + k h) d' has all queries, then all keys, then all values, and
-'(n (h + h)) d' has two vectors for the first head, then two for the next one.
+A layout is an einops-style pattern, 'tensor -> variable'. E.g. '(n h) d -> d n h' says that a tensor [heads * head width,
+model width] stores a variable [model width, heads, head width]. A '+' separates variables that are fused in one dimension;
+`Rule.part` is the index of the rule's variable among them. So '(n h + k h + k h) d' has all queries, then all keys, then all
+values, and '(n (h + h)) d' has two vectors for the first head, then two for the next one.
 
-Letters: v vocabulary, p positions, d and c model width, n query heads, k key/value heads, h head width, u width of a value, f
-feed-forward width, e experts, x width of an expert, s width of the shared experts; 1 is a dimension of size 1. In latent
-attention, q is query_dims, r is key_value_dims, l is r + the rotated width of a key, and m is u + the unrotated width of a key.
-In linear attention, g is the number of key heads, j the number of value heads per key head, a the width of a key, b the width
-of a value, and w the width of the convolutions.
+Each letter stands for a size: v vocabulary, p positions, d model width, c also model width, n query heads, k key/value heads,
+h head width, u width of a value, f feed-forward width, e experts, x width of an expert, s width of the shared experts. The
+digit 1 is a dimension of size 1. In latent attention, q is query_dims, r is key_value_dims, l is r + the rotated width of a
+key, and m is u + the unrotated width of a key. In linear attention, g is the number of key heads, j the number of value heads
+per key head, a the width of a key, b the width of a value, and w the width of the convolutions.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MTP_ROOTS = (f"{ROOT}mtp/", f"{NON_TRAINABLE}mtp/")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Maps a variable to the tensor that holds it, in one layer and, if experts have separate tensors, for one expert.
+    """Says which tensor stores a variable, for every layer and, if experts have separate tensors, for every expert.
 
     Attributes:
       path: path of the variable, relative to `root` or to a layer.
       name: name of the tensor, relative to the model or to a layer; '{expert}' stands for the number of the expert.
-      layout: the dimensions, see the module docstring. It omits the variable's leading dimensions (stacked layers, and experts
-        if the name has '{expert}').
+      layout: dimensions of the tensor and of the variable, see the module docstring. It omits the variable's leading
+        dimensions: stacked layers, and experts if the name has '{expert}'.
       part: index of the variable among those that are fused in the tensor.
       root: prefix of the variable's path.
     """
@@ -64,7 +64,7 @@ class Names:
       base: name prefix of all tensors except the projection to the vocabulary.
       layer: name prefix of a layer's tensors, after `base`; '{layer}' stands for the number of the layer.
       model: rules for the variables outside the layers.
-      in_layer: function (kind of the layer, True if it has experts) -> rules for the layer's variables.
+      in_layer: function (kind of a layer, True if the layer has experts) -> rules for that layer's variables.
       in_mtp_layer: rules for a multi-token prediction layer, without those for the decoder layer inside it. In the folder,
         these layers are numbered after the others. () if the family has none.
       mtp_copies: tensors of a multi-token prediction layer that are copies: {name in the layer: name of the original}.
@@ -90,10 +90,10 @@ class Family:
       fixed: {field of DecoderSpec: value} that all models of the family share.
       read: function (config with defaults, fields) that adds the fields that need more than renaming a key.
       write: function (spec, config) that adds keys to the config; the inverse of `read`.
-      names: function (spec) -> tensor names of this model.
+      names: function (spec) -> the `Names` of the model with this spec.
       rotary_by_layer_type: True if the config has separate rotary settings for each kind of layer.
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
-      off: unsupported options in addition to `_SWITCHED_OFF` of `config_json.py`: {key: values that switch it off}.
+      off: {key of an unsupported option: values that turn the option off}, in addition to `config_json._SWITCHED_OFF`.
       without_effect: keys without an effect on the model's output, in addition to those of `setting_types.py`.
       in_mxfp4: True if the family's folders may have weights in MXFP4.
       fused_experts: True if the family's folders may have the matrices of all experts in one tensor, see `text_part`.

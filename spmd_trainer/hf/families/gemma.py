@@ -67,7 +67,7 @@ def _read_gemma4(config: Settings, fields: Settings) -> None:
 
 
 def _of_full_layers(given: object, types: Sequence[str]) -> dict[str, int]:
-    """Returns the settings that `given`, the config's `per_layer_config`, has for all full layers; {} if it is None."""
+    """Returns what `given`, the config's `per_layer_config`, sets for layers with full attention; {} if `given` is None."""
     if given is None:
         return {}
     full = {str(i) for i, kind in enumerate(types) if kind == shared.FULL}

@@ -49,7 +49,7 @@ def _read_layers(config: Settings, fields: Settings) -> None:
 
 
 def _read_sparse_layers(config: Settings) -> tuple[int, int]:
-    """Returns (number of first layers without experts, n), where every n-th of the other layers has experts; n=0: none has."""
+    """Returns (d, n): after the first d layers, every n-th layer has experts. If no layer has experts, n is 0."""
     num_layers, every = config["num_hidden_layers"], config["interleave_moe_layer_step"]
     layers = list(range(every - 1, num_layers, every)) if config["moe_layers"] is None else config["moe_layers"]
     layers = [layer for layer in layers if layer < num_layers]

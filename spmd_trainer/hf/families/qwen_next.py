@@ -114,7 +114,7 @@ def _names(spec: DecoderSpec, projections: Mapping[str, tuple[str, tuple[str, ..
 
 
 def _delta(projections: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[Rule]:
-    """Returns the rules for linear attention; `projections` has its input projections: {tensor: (layout, variables in it)}."""
+    """Returns the rules for linear attention. `projections`: {tensor of input projections: (layout, its variables)}."""
     found = [
         Rule("attention/log_decay_rate", "linear_attn.A_log", "(g j) -> g j"),
         Rule("attention/decay_bias", "linear_attn.dt_bias", "(g j) -> g j"),

@@ -1,4 +1,4 @@
-"""Definitions that several model families share: keys, defaults, windows, experts, and tensor names in the style of Llama."""
+"""Definitions shared by several families: config.json keys, defaults, sliding windows, experts, Llama-style tensor names."""
 
 from __future__ import annotations
 
@@ -97,9 +97,10 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
     """Reads the kinds of the layers, for families whose config lists the kind of each layer.
 
     Args:
-      config: the config with its defaults. If it lacks `layer_types`, every n-th layer has full attention, see `_EVERY`.
+      config: the config with its defaults. If it lacks `layer_types`, every n-th layer has full attention, where n is the
+        setting of the first key in `_EVERY` that the config has.
       fields: the DecoderSpec fields to add to.
-      other, kind: the type of the layers without full attention: its name in config.json, and in a DecoderSpec.
+      other, kind: the names of layers without full attention: `other` in config.json, `kind` in a DecoderSpec.
     """
     types = layer_types(config, other)
     unknown = sorted(set(types) - {other, FULL})
@@ -132,8 +133,8 @@ def read_moe(config: Settings, experts: str, width: str, **others: Any) -> MoeSp
 
     Args:
       config: the config with its defaults.
-      experts, width: the keys for the number of experts, and for an expert's width.
-      others: further fields of the MoeSpec.
+      experts, width: the config keys that give the number of experts and the width of an expert.
+      others: other fields of the MoeSpec, with their values.
     """
     return MoeSpec(
         num_experts=config[experts],
@@ -199,7 +200,7 @@ def norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
 
 
 def softmax_attention(spec: DecoderSpec, kind: str) -> list[Rule]:
-    """Returns the rules for softmax attention in layers of a kind: queries, keys, values, their biases and norms, and output."""
+    """Returns the rules for softmax attention in layers of this kind: all projections, their biases, query and key norms."""
     found = []
     for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
         if ours == "value" and spec.heads_of(kind).values_are_keys:
@@ -241,8 +242,8 @@ def gated(place: str, inside: str, width: str, parts: Mapping[str, str] = _USUAL
     Args:
       place: path of the layer's variables.
       inside: name prefix of the layer's tensors.
-      width: letter of the layer's hidden width.
-      parts: names of the matrices: {in our variables: in the tensors}.
+      width: the layout letter that stands for the layer's hidden width.
+      parts: {matrix's name in this package's variables: its name in the tensors}.
     """
     found = []
     for ours, theirs in parts.items():
@@ -259,7 +260,7 @@ def named_experts(
     Args:
       moe: the settings of the experts.
       inside: name prefix of the layer's tensors.
-      parts: names of an expert's matrices: {in our variables: in the tensors}.
+      parts: {name of an expert's matrix in this package's variables: its name in the tensors}.
       shared: name of the shared experts in the tensors.
     """
     found = [Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e")]

@@ -42,7 +42,7 @@ def read(directory: epath.PathLike) -> dict[str, Any]:
 
     Raises:
       HfNotFoundError: the file is missing.
-      HfError: the file describes another method than LoRA or DoRA, or has options that are not supported.
+      HfError: the file describes a method other than LoRA or DoRA, or has options that are not supported.
       CheckpointReadError: storage does not answer, or refuses access.
     """
     where = os.path.join(os.fspath(directory), CONFIG)
@@ -74,7 +74,7 @@ def read(directory: epath.PathLike) -> dict[str, Any]:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that `task.lora` must have for adapters with this adapter_config.json; see `frozen_base.settings`."""
+    """Returns the settings that `task.lora` must have to use adapters with this adapter_config.json, as {field: value}."""
     return {
         "rank": config["r"],
         "alpha": float(config["lora_alpha"]),
@@ -95,7 +95,7 @@ def base_of(directory: epath.PathLike) -> epath.Path | None:
 
 
 def family_of(spec: DecoderSpec, base: str | os.PathLike[str] | None, *, otherwise: str | None = None) -> Family:
-    """Returns the model family whose tensor names are used: that of the base model's folder, or the first that fits the model.
+    """Returns the family whose tensor names are used: the base model folder's family, or else the first that fits the model.
 
     Args:
       spec: the model.
@@ -123,7 +123,7 @@ def make(
 
     Args:
       lora: the task's adapter settings.
-      modules: PEFT's `target_modules`: names of the base model's modules, or ends of names.
+      modules: PEFT's `target_modules`: names, or last parts of names, of the base model's modules.
       base: the Hugging Face folder of the base model, if there is one.
       fan_in_fan_out: True if the base model's weights are [in, out], as in GPT-2.
     """

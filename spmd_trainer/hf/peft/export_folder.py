@@ -67,7 +67,7 @@ def _specs(job: Job) -> dict[str, VariableSpec]:
 
 
 def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Content]:
-    """Makes all checks before anything is written. Returns {subfolder: content}; '' stands for the folder itself."""
+    """Checks everything before writing. Returns {subfolder: (config, adapter variables)}; '' stands for the folder itself."""
     settings, spec = job.task.lora, spec_of_task(job.task)
     if settings is None:
         raise HfError("--export_adapter: the model has no adapters (task.lora is None); leave the flag out")

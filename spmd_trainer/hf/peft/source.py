@@ -84,10 +84,10 @@ def open_source(
     For a task with several adapters (`task.lora.adapters`), the directory must have a PEFT folder with the name of each.
 
     Args:
-      directory: the PEFT folder, or the directory of several.
+      directory: the PEFT folder, or a directory that contains several PEFT folders.
       step: must be None or 0, because a PEFT folder has no training steps.
       variables: a TrainState with the VariableSpecs of the model's variables.
-      task: the task whose model gets the adapters. With None, a directory that holds adapters raises HfError.
+      task: the task whose model gets the adapters. If it is None, a directory with adapters raises HfError.
 
     Returns:
       The source, or None if the directory holds no PEFT adapters.

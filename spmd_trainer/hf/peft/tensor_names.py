@@ -1,8 +1,8 @@
 """Maps adapter variables to PEFT tensors.
 
 For a weight [out, in] of the base model and rank r, PEFT has the tensors `lora_A.weight` [r, in], `lora_B.weight` [out, r] and,
-with DoRA, `lora_magnitude_vector` [out]. The adapter variables keep the dimensions of our weight, [stack..., in..., out...]:
-a [stack..., in..., r], b [stack..., r, out...], magnitude [stack..., out...].
+with DoRA, `lora_magnitude_vector` [out]. In this package, the weight is [stack..., in..., out...], and the adapter variables
+are a [stack..., in..., r], b [stack..., r, out...] and magnitude [stack..., out...].
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def variables_of(
     Args:
       paths: paths of the adapter variables in the train state.
       base: the base model's variables with their tensors, see `hf.tensor_names.variables_of`.
-      dims: {'params/...': MatrixDims}: which dimensions of each base variable are stack, inputs and outputs.
+      dims: {'params/...': the stack, input and output dimensions of a base variable}.
       rank: the adapters' rank.
       slot: position of the adapter among several; None for a single adapter.
       prefix: prefix to add to the tensor names.
@@ -79,7 +79,7 @@ def variables_of(
 
 
 def modules_of(variables: Iterable[Variable], every: Iterable[Variable]) -> list[str]:
-    """Returns PEFT's `target_modules`: short names such as 'q_proj' if all modules of this name have adapters, else full ones.
+    """Returns PEFT's `target_modules`: a short name, e.g. 'q_proj', if all modules of this name have adapters, else full names.
 
     Args:
       variables: the adapter variables.

@@ -1,4 +1,4 @@
-"""Source of documents over Arrow files (IPC stream or file format), e.g. of `datasets.Dataset.save_to_disk`. Needs pyarrow."""
+"""Reads documents from Arrow files with pyarrow: IPC stream or file format, e.g. written by `datasets.Dataset.save_to_disk`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def files_of_folder(folder: str) -> list[str]:
 
 
 class _Batches(NamedTuple):
-    """The record batches of a file: `size` is their number, and `get(n)` reads batch n."""
+    """The record batches of an Arrow file: `size` is the number of record batches, and `get(n)` reads record batch n."""
 
     size: int
     get: Callable[[int], Any]
@@ -62,10 +62,10 @@ class ArrowDocuments(FileSource):
     shards: ShardIndex
 
     def __init__(self, paths: FilesOrPaths, column: Column = "text"):
-        """Opens every file to count its rows. `column`: see `Documents`.
+        """Opens every file to count its rows. `column` is as in `Documents`.
 
         Raises:
-          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks the column; the message names it.
+          UserError: pyarrow isn't installed, or a file is unreadable, damaged, or lacks the column; the message names the file.
         """
         super().__init__(paths)
         self._column = column

@@ -1,12 +1,13 @@
 """Language-model input over text files (JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar, plain text) and their mixtures.
 
-The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by window
-(see `windows`). Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
-(h + 1) * batch_size) of it. A saved position holds each source's position where the current window begins, and how many rows
-were taken from this window. It is valid for any number of processes and any batch size, also if files are only read in order.
+The rows form one sequence, the same in every process: documents are mixed by weight, tokenized, and packed window by window
+(see `windows`). A global batch takes the next batch_size * num_infeed_hosts rows, of which process h keeps the rows
+[h * batch_size, (h + 1) * batch_size). A saved position has each source's position at the beginning of the current window, and
+the number of rows taken from this window. It is valid for any number of processes, and for any batch size unless weights or
+`segment_len` change at training steps.
 
-Without a token store, every process reads and tokenises all documents. `--mode=tokenise` writes a store before training, and
-`tokenise_ahead` during training. With a store, a process reads the lengths of all documents, but only its own rows' tokens.
+Without a token store, every process reads and tokenizes all documents. `--mode=tokenise` writes a store before training,
+`tokenise_ahead` during it. With a store, a process reads the lengths of all documents, but only its own rows' tokens.
 """
 
 from __future__ import annotations
@@ -45,27 +46,26 @@ _SAVED_SETTINGS = (
 class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
-    Training never ends, unless the sources have `epochs`. Evaluation gives every document once, then raises StopIteration until
-    `reset()`. The last batch is filled up with rows of weight 0, so all processes have the same number of batches. A batch has
-    the same arrays as a batch of `TextInput`. Documents without text are left out. A window is a group of consecutive documents
-    that are packed into rows together, and whose rows are shuffled; a thread makes the next window while one is in use.
+    A training input never ends, unless its sources have `epochs`. An evaluation input gives every document once, then raises
+    StopIteration until `reset()`. The last batch is filled up with rows of weight 0, so all processes have as many batches.
+    Batches have the same arrays as in `TextInput`. Documents without text are left out. A window is a group of consecutive
+    documents that are packed into rows together. A thread makes the next window in advance.
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       seq_len: tokens per row, T.
-      packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
-        'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
-      segment_len: with 'best_fit': maximum tokens per piece, at most T; None: T. {0: 512, 10_000: 2048} is a curriculum of
-        lengths: pieces have at most 512 tokens from training step 0 on, and 2,048 from step 10,000 on (but not in a document
-        that begins before step 10,000). Rows always have T tokens, so batch shape and tokens per step stay the same (dataset
-        decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one length). With a mapping, a saved
-        position is valid only for the same number of rows per global batch.
-      shuffle: None shuffles training data. False keeps the documents of each source in order.
+      packing: 'best_fit' cuts documents into pieces of at most T tokens, and puts several pieces into a row, each as a segment.
+        'pad': one piece per row. 'split' cuts the concatenated documents every T tokens, and attention crosses documents.
+      segment_len: maximum tokens per piece (only for 'best_fit'), at most T; None: T. {0: 512, 10_000: 2048} is a curriculum:
+        at most 512 tokens per piece from training step 0 on, and 2,048 for documents that begin at step 10,000 or later. This
+        is dataset decomposition (Pouransari et al. 2024, arXiv:2405.13226), except that all rows have T tokens. With a mapping,
+        a saved position is valid only for the same number of rows per global batch.
+      shuffle: True shuffles the documents of each source, and the rows of each window. None shuffles only training data.
       window_rows: rows per window; more rows pack better and take more memory. None: 256, or fewer (at least 32) if 256 rows
-        would hold more than 4,194,304 tokens.
-      bad_records: 'raise': a record that can't be read or encoded raises an error that names its file and its number in the
-        file. 'skip': such a record is left out, counted in `skipped` and logged.
+        would have more than 4,194,304 tokens.
+      bad_records: 'raise' stops at a record that can't be read or encoded, with an error that names its file and its number.
+        'skip' leaves such a record out, counts it in `skipped` and logs it.
     """
 
     _packings: ClassVar[tuple[str, ...]] = row_plan.PACKINGS
@@ -148,7 +148,7 @@ class CorpusInput(text_base.TokenizedInput):
 
     @property
     def fill(self) -> float | None:
-        """Fraction of row positions that hold a token, not padding, in all windows read so far; None before the first one."""
+        """Fraction of the token positions in all windows read so far that are not padding; None before the first window."""
         positions = self._rows_read * self.seq_len * (2 if self.packing == row_plan.PAIR else 1)
         return self._tokens_read / positions if positions else None
 
@@ -181,14 +181,14 @@ class CorpusInput(text_base.TokenizedInput):
     def tokenise_ahead(
         self, stores: Mapping[str, str], helpers: Helpers, after: threading.Thread | None = None
     ) -> threading.Thread:
-        """Starts a thread that tokenises sources into token stores, and returns the thread. Call this before the first batch.
+        """Starts a thread that tokenizes sources into token stores, and returns the thread. Call this before the first batch.
 
         Each source is read as text until its store is finished, and from its store afterwards.
 
         Args:
           stores: {source name: local, gs:// or s3:// folder of its store}, the same on all processes of the job.
-          helpers: the processes that tokenise.
-          after: the thread that this method returned for another input; the new thread waits until that thread ends.
+          helpers: the processes that tokenize.
+          after: thread that this method returned for a different input. The new thread waits until that thread ends.
         """
         found = []
         for number, one in enumerate(self.sources):
@@ -238,16 +238,16 @@ class CorpusInput(text_base.TokenizedInput):
         self._go_to(cursors.beginning(len(self.sources)))
 
     def _batch(self, table: RowTable | PairTable, rows: np.ndarray) -> NestedMap:
-        """Returns the batch of the rows numbered `rows` (integers [B]) in a window's table; -1 stands for an empty row."""
+        """Makes a batch from rows of a window's table. `rows`: the row numbers in the table, integers [B]; -1: an empty row."""
         return table.batch(rows)
 
     @property
     def _processor(self) -> Processor | None:
-        """Processor for sources without a processor of their own; None: such sources are tokenised as text."""
+        """The processor for sources that don't have their own; None if such sources are tokenized as plain text."""
         return None
 
     def _bound(self, documents: Documents) -> Documents:
-        """Returns `documents` with the processor bound to this input's tokenizer and row length. Raises UserError if unfit."""
+        """Returns `documents` with its processor set up for this input. Raises UserError if the processor is unsuitable."""
         processor = documents.processor or self._processor
         if processor is None:
             return documents
@@ -324,7 +324,7 @@ class CorpusInput(text_base.TokenizedInput):
         return windows.Share(first, self.batch_size, self.global_batch_size, filled - skipped, skipped)
 
     def _next_window(self, at: cursors.InputPosition, given: int) -> windows.Window | None:
-        """Returns the window at position `at`; None after the last window. `given`: rows that the global batch already has."""
+        """Returns the window at position `at`; None after the last window. `given`: rows already put into the global batch."""
         if self._maker is None:
             # The maker has no reference to this input, so the input can be garbage-collected while a window is made.
             prefix = str(self.error(""))

@@ -1,4 +1,4 @@
-"""Positions of a `CorpusInput`: saves and restores them, and lists changes of settings or files that make them invalid."""
+"""Saves and restores positions of a `CorpusInput`, and lists changes of settings or files that make a position invalid."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class Cursor(NamedTuple):
 
     Attributes:
       window: number of the window, from 0.
-      offset: with packing 'split': number of tokens of the window's first document that belong to the previous window.
+      offset: with packing 'split', number of tokens of the window's first document that are in the previous window; else 0.
       sources: progress in each source.
       rows: total number of rows in all previous windows.
-      begins: if mixture weights change by steps (see `Mixture.change_by`): the mixture's total at each change after step 0.
+      begins: if mixture weights change at training steps (see `Mixture.change_by`): how many tokens or documents the mixture
+        had given at each change so far, not counting step 0.
     """
 
     window: int
@@ -66,7 +67,7 @@ def beginning(num_sources: int) -> InputPosition:
 
 
 def to_json(position: InputPosition, names: Sequence[str]) -> str:
-    """Returns a position as JSON text of less than 200 characters per source. `names`: names of the sources, in order."""
+    """Returns a position as JSON text of fewer than 200 characters per source. `names`: names of the sources, in order."""
     cursor = position.cursor
     sources = {
         name: [*source.position, source.documents, source.tokens, source.skipped]

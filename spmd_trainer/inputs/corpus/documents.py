@@ -15,10 +15,10 @@ class Document:
     """One document of a corpus.
 
     Attributes:
-      content: the text in UTF-8, not validated yet. For a `Processor`: the record as JSON. From a token store: a reference to
-        the document's tokens.
+      content: the text as UTF-8, not validated yet; or, if a `Processor` tokenizes the document, the record as JSON; or a
+        reference to the document's tokens in a token store.
       where: location for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'. Lines, row groups
-        and rows count from 1, records from 0.
+        and rows are numbered from 1, records from 0.
     """
 
     content: bytes | StoredTokens
@@ -31,8 +31,8 @@ class BadRecord:
 
     Attributes:
       where: location for messages, as in `Document`.
-      problem: what is wrong: either the rest of a sentence that begins with `where`, e.g. 'is not JSON: ...' or 'has no column
-        "text"'; or a colon and a sentence.
+      problem: continues the message after `where`, e.g. 'is not JSON: ...' or 'has no column "text"'. A space separates the
+        two, unless `problem` begins with a colon.
     """
 
     where: str
@@ -61,14 +61,14 @@ class LeftOut(BadRecord):
 
 
 Record = Document | BadRecord
-# Name of the column or key that holds the text. A tuple of keys: the document is the record as JSON. Only these keys are used.
+# Name of the column or key that holds the text; or a tuple of keys, if the document is a JSON object with these keys.
 Column = str | tuple[str, ...]
 # Default of `Documents.max_record_bytes`.
 MAX_RECORD_BYTES = 2**25
 
 
 def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
-    """Returns the BadRecord for a record over `longest` bytes, which was not read whole. `size`: its bytes, if known."""
+    """Returns the BadRecord for a record that has more than `longest` bytes. `size`: the record's size in bytes, if known."""
     has = "more" if size is None else f"{size:,} bytes, more"
     return BadRecord(
         where, f"has {has} than max_record_bytes={longest:,}; raise it in Documents if the record is right"
@@ -76,12 +76,12 @@ def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
 
 
 class Processor(Protocol):
-    """Interface of processors, which tokenise records that aren't plain text: conversations or preference pairs.
+    """Interface for tokenizing records that aren't plain text, such as conversations or preference pairs.
 
     Attributes:
       entries: the keys of a record that the processor reads.
       gives_pairs: True if each record gives two token sequences (chosen and rejected), for `PreferenceInput`.
-      seq_len: tokens per row. The input sets it; with `--mode=tokenise`, where there is no input, the user does.
+      seq_len: tokens per row. The input sets it. `--mode=tokenise` has no input, so the user sets it.
     """
 
     entries: ClassVar[tuple[str, ...]]
@@ -94,7 +94,7 @@ class Processor(Protocol):
         """Returns a copy that uses this tokenizer and rows of `seq_len` tokens. Raises UserError if it can't use them."""
 
     def encode(self, documents: Sequence[Document]) -> list[Tokens | BadRecord]:
-        """Returns each JSON record's tokens, each marked as counting in the loss or not; or a BadRecord for an unusable one."""
+        """Tokenizes records (JSON). Each result has a mask of the tokens that count toward the loss, or is a BadRecord."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns everything that determines a record's tokens, except the tokenizer, as JSON values."""
@@ -107,23 +107,22 @@ class Documents:
     Example: `Documents("gs://bucket/web/*.parquet", column="content")`.
 
     Attributes:
-      files: paths, globs and directories (a list or a single one), or a function without arguments that returns them; local,
-        gs://, s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with
-        '_'.
+      files: path, glob or directory; a list of these; or a function without arguments that returns them. Paths are local,
+        gs://, s3:// or hf://. A directory means all non-hidden files below it, except empty files whose names begin with '_'.
       column: name of the column or key that holds the text; 'a.b' is key b of the object under key a. In tar shards: extension
         of the text member; 'text' also accepts 'txt'.
       kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
         files' names and first bytes.
-      shuffle: 'global': a random order of all documents. An integer: shuffles the chunks (files, row groups or record batches),
-        and within each chunk windows of this many documents. 'auto': 'global' if documents can be read by number, otherwise
-        windows (also for JSON lines in object stores, where each document would cost a request). None: in order. Only training
-        data are shuffled, unless the input's `shuffle` says otherwise.
-      epochs: passes over the documents; None: endless in training, one otherwise.
+      shuffle: 'global': a random order of all documents. An integer: a random order of the chunks (files, row groups or record
+        batches), whose documents are shuffled within windows of this many documents. 'auto': 'global' if documents can be
+        read by number (JSON lines in object stores can't), otherwise windows of at most 10,000 documents. None: in order.
+        Only training data are shuffled, unless the input's `shuffle` says otherwise.
+      epochs: passes over the documents; None: endless in training (but see `Mixture.stopping_strategy`), one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
-      processor: tokenises records that aren't plain text, e.g. `inputs.Chat()` for conversations. `column` is then ignored.
+      processor: tokenizes records that aren't plain text, e.g. `inputs.Chat()` for conversations. `column` is then ignored.
       max_record_bytes: maximum size of a record before it is parsed, in bytes. A record is a line with its newline, a tar
-        member, a document of a text file, or a tf.train.Example. A larger one counts as a bad record and is not read whole.
-      allow_binary: with the kind 'text': True also reads files that aren't text.
+        member, a document of a text file, or a tf.train.Example. A larger record is a bad record, and is not read whole.
+      allow_binary: True lets the kind 'text' also read files that aren't text.
     """
 
     files: Any

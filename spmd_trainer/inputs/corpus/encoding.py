@@ -1,4 +1,4 @@
-"""Reads and tokenises the documents of one source ahead of their use."""
+"""Reads and tokenizes the documents of one source before they are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Encoded = TypeVar("_Encoded")
 def encode_each(
     encode: Callable[[Sequence[Any], Sequence[str]], Sequence[_Encoded]], texts: Sequence[Any], wheres: Sequence[str]
 ) -> list[_Encoded | BadRecord]:
-    """Returns the encoding of each text, or a BadRecord if encoding fails. `wheres`: the texts' locations, for messages.
+    """Returns the encoding of each text, or a BadRecord for a text that can't be encoded. `wheres`: locations, for messages.
 
     Encodes all texts in one call. If that call fails, encodes them one by one to find the texts that can't be encoded.
     """
@@ -58,13 +58,13 @@ def encode_texts(
 
 @dataclasses.dataclass
 class Encoder:
-    """Tokenises the documents of one source.
+    """Tokenizes the documents of one source.
 
     Attributes:
       tokenizer: the tokenizer.
-      limit: token ids must be below this: the vocabulary size of the tokenizer, or that of the model if it is smaller.
-      processor: tokenises records that aren't plain text; None: all records are text.
-      room: bytes of memory that are left for keeping a processor's records and their tokens.
+      limit: token ids must be less than this: the smaller one of the tokenizer's and the model's vocabulary size.
+      processor: tokenizes records that aren't plain text; None: all records are text.
+      room: memory still available for caching a processor's records with their tokens, in bytes.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -96,9 +96,9 @@ class Encoder:
         return found
 
     def _encode(self, documents: Sequence[Document]) -> Sequence[Tokens | BadRecord]:
-        """Tokenises documents. If there is a processor, keeps records and their tokens in memory while `room` lasts.
+        """Tokenizes documents. If there is a processor, caches records with their tokens until `room` is used up.
 
-        They are kept because one window of rows may read the records of a small corpus many times.
+        The cache is for small corpora, whose records may be read many times for one window of rows.
         """
         if self.processor is None:
             wheres = [one.where for one in documents]
@@ -135,7 +135,7 @@ class Encoded(NamedTuple):
 
     Attributes:
       tokens: the document's tokens without end-of-text, at least one; None at the end of the stream.
-      place: location of the document in its source, see `order.Taken`.
+      place: where the document is in its source, see `order.Taken.place`.
       after: the stream's position after the document.
       skipped: number of bad records that were left out between the previous document and this one.
     """
@@ -147,7 +147,7 @@ class Encoded(NamedTuple):
 
 
 class EncodedStream:
-    """Stream of the tokenised documents of one source, in the order of a `DocumentStream`. Omits documents without tokens."""
+    """Stream of the tokenized documents of one source, in the order of a `DocumentStream`. Omits documents without tokens."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class EncodedStream:
 
         Args:
           stream: the records of the source.
-          encoder: tokenises the records.
+          encoder: tokenizes the records.
           name: the source's name, for messages; '' if the input has only one source.
           bad_records: 'raise' raises an error at a bad record; 'skip' leaves the record out, counts it and logs it.
           bytes_ahead: approximate bytes of text to read ahead.

@@ -1,6 +1,6 @@
 """Detects the kind of a corpus's files (e.g. JSON lines) from their names and first bytes, and decompresses files.
 
-Files may be compressed by gzip or Zstandard. Zstandard needs pyarrow, which the extra `data` installs.
+Files may be compressed with gzip or Zstandard. Zstandard needs pyarrow (`pip install 'spmd-trainer[data]'`).
 """
 
 from __future__ import annotations
@@ -76,23 +76,19 @@ def is_compressed(head: bytes) -> bool:
 
 
 def read_head(path: str) -> bytes:
-    """Returns the first 4 KiB of a file.
-
-    Raises:
-      UserError: the file can't be read.
-    """
+    """Returns the first 4 KiB of a file. Raises UserError if the file can't be read."""
     with files.readable(path):
         return reading.read(path, 0, file_formats.HEAD_BYTES)
 
 
 def kind_of_name(path: str) -> str | None:
-    """Returns the kind that the suffix of a file's name stands for, or None if the suffix is unknown."""
+    """Returns the kind that the suffix of a file's name indicates, or None if the suffix is unknown."""
     name = _plain_name(path)
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
 def _plain_name(path: str) -> str:
-    """Returns a file's name in lower case, without folder, shard number and the suffix of a compressed file."""
+    """Returns a file's name in lower case, without its folder, its shard number and the suffixes .gz and .zst."""
     name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
@@ -173,7 +169,7 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """Reader of a decompressing pyarrow stream. Raises EOFError if the content is damaged (pyarrow: OSError without errno)."""
+    """Reader for a decompressing pyarrow stream. Raises EOFError for damaged content (pyarrow raises OSError without errno)."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Base classes of document sources, which read files, and functions that make documents from records with named fields."""
+"""Base classes of sources that read documents from files, and functions that make documents from parsed records."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _NAMED = 64
 
 
 class FileSource(abc.ABC):
-    """Base class of document sources, which read files. Documents come in chunks: files, row groups or record batches.
+    """Base class of sources that read documents from files. Documents come in chunks: files, row groups or record batches.
 
-    Documents are numbered from 0 within each chunk, and across all chunks. Reading a document again gives the same result. Only
-    one thread at a time may use a source, unless its class says otherwise.
+    Each document has a number within its chunk, and a number across all chunks, both from 0. Reading a document again gives the
+    same result. Only one thread at a time may use a source, unless its class says otherwise.
 
     Attributes:
-      found: the files as they were when the source was opened, in the order of their documents.
-      paths, sizes: the paths of these files, and their sizes in bytes.
-      groups: for each chunk, (number of its file, number of the chunk in the file). There is at least one chunk.
-      kind: one of `file_kinds.KINDS`. A saved position doesn't fit the same files read as another kind.
+      found: paths and sizes of the files when the source was opened, in the order of their documents.
+      paths, sizes: these paths, and these sizes in bytes.
+      groups: for each chunk, (number of its file, number of the chunk in this file). There is at least one chunk.
+      kind: one of `file_kinds.KINDS`. A position saved with one kind is invalid if the same files are read as a different kind.
       random_access: True if any document can be read by number without reading the ones before it.
       shards: `ShardIndex` of the documents in all chunks; None if the documents can't be counted without reading them all.
       max_record_bytes: see `Documents`.
@@ -67,10 +67,10 @@ class FileSource(abc.ABC):
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
     def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
-        """Makes each row group or record batch of the files one chunk, and returns the index of the rows in all chunks.
+        """Sets `groups` so that each row group or record batch is a chunk. Returns the index of the rows in all chunks.
 
         Args:
-          rows_of: file number -> number of rows in each row group or record batch of the file.
+          rows_of: returns, for the number of a file, the number of rows in each of its row groups or record batches.
 
         Raises:
           UserError: the files hold no rows.
@@ -108,7 +108,7 @@ class FileSource(abc.ABC):
         """
 
     def read(self, numbers: np.ndarray) -> list[Record]:
-        """Reads the records with these numbers, int64 [n] in any order. Numbers count across all chunks.
+        """Reads records by their numbers across all chunks, int64 [n] in any order.
 
         Raises:
           UserError: a file can't be read, or has changed since it was opened; the message names the file.
@@ -138,7 +138,7 @@ class FileSource(abc.ABC):
         return found
 
     def changed_text(self, before: Mapping[str, Any]) -> str:
-        """Returns a text on what has changed since `fingerprint` returned `before`, with file names if they are known."""
+        """Describes what has changed since `fingerprint` returned `before`, with file names if they are known."""
         kind = before.get("kind")
         parts = [] if kind in (None, self.kind) else [f"they were read as {kind!r} and are read as {self.kind!r}"]
         if before["checksum"] != self.fingerprint()["checksum"]:
@@ -171,7 +171,7 @@ _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
 class IndexedFiles(FileSource):
-    """Base class of sources that know the byte offset of each record, and so can read records by number. A chunk is a file.
+    """Base class of sources that know the byte offset of each record, so they can read records by number. Each file is a chunk.
 
     `most_open`: maximum number of files that are open at a time.
     """
@@ -181,11 +181,7 @@ class IndexedFiles(FileSource):
     most_open: int = MAX_OPEN
 
     def __init__(self, paths: FilesOrPaths):
-        """Finds the byte offsets of the records in all files.
-
-        Raises:
-          UserError: a file can't be read; the message names it.
-        """
+        """Finds the byte offsets of the records in all files. Raises UserError if a file can't be read."""
         super().__init__(paths)
         self._files = OpenFiles(self.paths, self.sizes, most=self.most_open)
         self._starts = [self.find_records(index) for index in range(len(self.paths))]
@@ -248,9 +244,9 @@ def document_of(record: Any, column: Column, where: str) -> Record:
 
     Args:
       record: a mapping; any other value gives a BadRecord.
-      column: key of the text; 'a.b' is key b of the object under key a, unless the record has the key 'a.b' itself. A tuple of
-        keys: the document is the entries with these keys, as JSON without nulls (in a column of Parquet, all messages have the
-        same keys, and those that a message lacks are null).
+      column: key of the text; 'a.b' is key b of the object under key a, unless the record has the key 'a.b' itself. If it is a
+        tuple of keys, the document is a JSON object with the record's values for these keys, without nulls. (Parquet gives all
+        messages in a column the same keys, and null for a key that a message lacks.)
       where: location of the record, for messages.
     """
     if isinstance(column, tuple):
@@ -269,9 +265,9 @@ def document_of(record: Any, column: Column, where: str) -> Record:
 
 
 def _entries_document(record: Mapping[str, Any], entries: tuple[str, ...], where: str) -> Record:
-    """Makes a document from a pyarrow row: a JSON object with the row's columns. Those that aren't in `entries` are null.
+    """Makes a document from a pyarrow row: a JSON object of the row's columns, where columns that aren't in `entries` are null.
 
-    Bytes must be UTF-8 and become strings. Other values that JSON can't hold give a BadRecord.
+    Bytes must be UTF-8 and become strings. Other values that JSON can't represent give a BadRecord.
     """
     texts = []
     for name, value in _without_nulls(record).items():
@@ -342,7 +338,7 @@ def documents_of(batch: Any, column: Column, wheres: Sequence[str]) -> Iterator[
 
 
 def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
-    """Returns which of a file's columns `names` must be read to get `column`. Raises UserError if a text column is missing."""
+    """Returns the columns to read for `column`. `names`: the file's columns. Raises UserError if a text column is missing."""
     if isinstance(column, tuple):
         return [name for name in names if name in column] or list(names)
     for one in (column, column.partition(".")[0]):
@@ -352,7 +348,7 @@ def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
-    """Returns the error for a file without `column`. Its message lists the file's columns, `names`."""
+    """Returns the error for a file that lacks `column`. `names`: the file's columns, which the message lists."""
     listed = ", ".join(map(repr, names))
     near = did_you_mean(column, names, otherwise="")
     return UserError(f"{path} has no column {column!r}{near}; its columns are {listed}; {_ASKED}")

@@ -1,10 +1,10 @@
 """Mixes several sources of documents by weight.
 
-The next document comes from the source with the earliest *due time*. Time is measured by the total of tokens or documents that
-the mixture has given. A source is due when its share of this total equals the amount that the source has already given. With a
-constant share, the due time is amount / share. With a share that changes at given totals, it is piecewise linear in the amount.
-It depends only on the amount, so such shares add no numbers to a saved position, and after each change every source keeps to
-its share within one document.
+The mixture's total is the number of tokens or documents that all its sources have given. A source should always have given its
+share of this total. The total at which this share equals what the source has given so far is the source's *due time*. The next
+document comes from the source with the earliest due time. For a constant share, the due time is amount / share, where amount is
+what the source has given. For a share that changes at given totals, it is a piecewise linear function of the amount. So a saved
+position needs only the amounts, and after each change every source stays within one document of its share.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ ONLY = "documents"
 class Mixture:
     """Sources of documents, each with a weight.
 
-    The next document always comes from the source furthest behind its share. At every moment each share is exact to
-    within one document, for any seed.
+    The next document always comes from the source that is furthest behind its share. So every share is exact to within one
+    document at any time, for any seed.
 
     Attributes:
       sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} without weights: the weight of each source
-        is then its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
-        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`). It may be 0 for a time. In this total,
-        a source that has ended counts as if it continued to give its share.
-      weigh_by: 'tokens' or 'documents': the unit in which shares are measured.
-      change_by: unit of the keys of a changing weight. 'totals': tokens or documents that the mixture has given, as `weigh_by`
-        says. 'steps': training steps. A weight then applies from the first documents that are packed after this many batches,
+        is then its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change, and be 0 for a time:
+        {0: 0.7, 10**9: 0.2} is 0.7 at first, and 0.2 once all sources together have given 10**9 tokens (see `change_by`). In
+        this total, a source that has ended counts as if it still gave its share.
+      weigh_by: unit in which shares are measured, 'tokens' or 'documents'.
+      change_by: unit of the keys of a changing weight. 'totals': tokens or documents (see `weigh_by`) that the mixture has
+        given. 'steps': training steps. A weight with the key s then applies to documents packed after the rows of s batches,
         and a saved position is valid only for the same number of rows per global batch.
-      temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
-      stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
-        ends. 'stop': end the mixture when a source ends. With 'drop' and 'stop', and always in evaluation, a source
-        ends after its `epochs`, one by default. In evaluation 'repeat' acts as 'drop'.
+      temperature: shares are proportional to weight ** (1 / temperature). Temperatures above 1 make the shares more equal.
+      stopping_strategy: 'repeat': sources never end in training. 'drop': when a source ends, the mixture continues with the
+        others. 'stop': the mixture ends when a source ends. With 'drop' and 'stop', and always in evaluation, a source ends
+        after its `epochs`, one by default. In evaluation, 'repeat' acts as 'drop'.
     """
 
     sources: Mapping[str, Any]
@@ -76,7 +76,7 @@ class ChangingShare:
     """A source's share of the mixture, if it changes during training.
 
     Attributes:
-      begins: for each share, the total of the mixture, or the training step, from which it applies; ascending from 0.
+      begins: for each share, the mixture's total or the training step at which the share begins to apply; ascending from 0.
       shares: the shares, 0 to 1.
       change_by: unit of `begins`, see `Mixture.change_by`.
     """
@@ -86,9 +86,9 @@ class ChangingShare:
     change_by: str = TOTALS
 
     def so_far(self, begins: Sequence[int]) -> ChangingShare:
-        """Returns the share with its steps replaced by totals of the mixture. Omits changes that are yet to come.
+        """Returns this share with totals of the mixture in place of training steps, without changes that are yet to come.
 
-        `begins`: the mixture's total at each change so far, but not at step 0. A share that changes by totals ignores it.
+        `begins`: the mixture's total at each change so far, but not at step 0. Ignored if `change_by` is 'totals'.
         """
         if self.change_by == TOTALS:
             return self
@@ -96,7 +96,7 @@ class ChangingShare:
 
     @functools.cached_property
     def targets(self) -> tuple[float, ...]:
-        """Amounts that the source should have given at each of `begins`, in tokens or documents."""
+        """For each of `begins`, the number of tokens or documents that the source should have given by then."""
         phases = zip(itertools.pairwise(self.begins), self.shares[:-1], strict=True)
         return tuple(itertools.accumulate((share * (end - begin) for (begin, end), share in phases), initial=0.0))
 
@@ -106,17 +106,17 @@ T = TypeVar("T")
 
 
 def holding(values: Mapping[int, T], place: int) -> T:
-    """Returns the value in effect at `place`, e.g. a number of rows. `values`: {place from which a value applies: value}."""
+    """Returns the value in effect at `place`, e.g. a row number. `values`: {place at which a value begins to apply: value}."""
     return values[max(begin for begin in values if begin <= place)]
 
 
 def steps_of(share: Share) -> tuple[int, ...]:
-    """Returns the training steps at which the share changes, and step 0; () for a share that doesn't change by steps."""
+    """Returns 0 and the training steps at which the share changes; () for a share that doesn't change at training steps."""
     return share.begins if isinstance(share, ChangingShare) and share.change_by == STEPS else ()
 
 
 def due_time(taken: int, share: Share) -> float:
-    """Returns the mixture's total at which a source with this share should have given the amount `taken`; inf if never."""
+    """Returns the due time (see the module) of a source that has this share and has given the amount `taken`; inf: never."""
     if not isinstance(share, ChangingShare):
         return taken / share
     # The last of equal targets: a source whose share is 0 for a time waits until that time is over.
@@ -133,8 +133,8 @@ class OpenSource:
       name: the source's name in the mixture.
       documents: the source as the user described it.
       source: the object that reads the documents.
-      share: the source's fraction of the mixture, above 0; at any time, the shares of all sources sum to 1.
-      shuffle: 'global', 'auto', number of documents per window, or None: in order.
+      share: the source's fraction of the mixture. At any time, the shares of all sources sum to 1.
+      shuffle: 'global', 'auto', the number of documents per window, or None for documents in order.
       epochs: number of epochs after which the source ends; None: never.
     """
 
@@ -158,7 +158,7 @@ class OpenSource:
         return {**limit, **({} if processor is None else processor.fingerprint())}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that decide the source's documents and their order, as JSON values."""
+        """Returns the settings that determine the source's documents and their order, as JSON values."""
         named = {"column": self.documents.column, "separator": self.documents.separator}
         share: Any = self.share
         if isinstance(share, ChangingShare):
@@ -168,7 +168,7 @@ class OpenSource:
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:
-    """Converts an input's `source` field to a mixture; `Documents` become a mixture of one.
+    """Converts an input's `source` field to a mixture. `Documents` become a mixture with one source.
 
     Raises:
       UserError: `given` is neither `Documents` nor a `Mixture`.
@@ -195,14 +195,14 @@ def open_mixture(
 
     Args:
       mixture: the mixture.
-      is_training: False ends every source after its `epochs`, one by default.
-      shuffle: False keeps the documents of every source in order.
+      is_training: if False, every source ends after its `epochs`, one by default.
+      shuffle: if False, the documents of every source stay in order.
       open_one: opens a source.
-      bound: returns the given `Documents` with their processor bound to the input's tokenizer and row length.
+      bound: called with each source's `Documents`; returns them with their processor set up for the input.
 
     Raises:
-      UserError: a source can't be opened, lacks a weight although others have one, can't be shuffled as requested, or sets
-        `epochs` without effect (the message names the source); or all weights are 0 at some time.
+      UserError: a source can't be opened, lacks a weight although others have one, can't be shuffled as requested, or has
+        `epochs` although it never ends (the message names the source); or all weights are 0 at some time.
     """
     given = {name: _entry(name, one) for name, one in mixture.sources.items()}
     entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
@@ -220,7 +220,7 @@ def open_mixture(
 
 
 class Schedule:
-    """Chooses the source of the next document: the one with the earliest `due_time`. Ties go to the first source."""
+    """Chooses the source of the next document: the source with the earliest due time. Ties go to the first source."""
 
     def __init__(self, shares: Sequence[Share], taken: Sequence[int]):
         """Starts the schedule. `taken`: number of tokens or documents that each source has already given."""
@@ -232,7 +232,7 @@ class Schedule:
 
     @property
     def total(self) -> int | None:
-        """The mixture's total at which the next document is due, as if ended sources continued; None if none is due anymore."""
+        """The mixture's total at which the next document is due, as if ended sources continued. None if no document is due."""
         return int(self._ahead[0][0]) if self._ahead and math.isfinite(self._ahead[0][0]) else None
 
     @property

@@ -1,4 +1,4 @@
-"""Opens the files of `Documents` with the source class of their kind."""
+"""Opens the files of `Documents` with the source class for their kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrow|json)")
 
 
 def open_documents(documents: Documents) -> FileSource:
-    """Opens a corpus. `documents.files` may also be a `FileSource`, which is returned.
+    """Opens a corpus. If `documents.files` is a `FileSource`, returns it unchanged.
 
     Raises:
       UserError: a setting is wrong, there are no files, their kinds differ or are unknown, or a file can't be read.
@@ -113,7 +113,7 @@ def _open_json_lines(found: FilesOrPaths, column: Column, max_record_bytes: int)
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:
-    """Returns the folder if `entries` is one folder of a prepared corpus (a token store), otherwise None.
+    """Returns the folder if `entries` is a single folder with a token store (a prepared corpus), otherwise None.
 
     Raises UserError if `entries` has such a folder and other entries.
     """
@@ -132,7 +132,7 @@ def _is_prepared(folder: str) -> bool:
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
-    """Raises UserError if a path is one file of a prepared corpus, which holds tokens instead of text."""
+    """Raises UserError if a path is a single file of a token store, which holds tokens instead of text."""
     for path in paths:
         if _PREPARED_PART.fullmatch(os.path.basename(path)):
             folder = os.path.dirname(path) or "."
@@ -146,7 +146,7 @@ def files_of_dataset(directory: str) -> list[str] | None:
     """Returns the files of a folder that Hugging Face `datasets` has saved, or None for any other folder.
 
     Raises:
-      UserError: the folder holds several splits, or its state.json can't be read.
+      UserError: the folder holds several dataset splits, or its state.json can't be read.
     """
     if reading.exists(os.path.join(directory, STATE_FILE)):
         return files_of_folder(directory)

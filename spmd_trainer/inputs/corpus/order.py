@@ -1,7 +1,7 @@
-"""The order of the documents of one source: epochs, each in order, shuffled globally or shuffled within windows.
+"""The order of the documents of one source: epochs, each either in order, shuffled globally, or shuffled within windows.
 
-The order is a pure function of the source, the seed and the settings. A position is four integers. A stream can begin
-at any position. To do so, it reads at most one window of documents again.
+The order is a pure function of the source, the seed and the settings. A position is four integers. A stream can begin at any
+position. To do so, it reads at most one window of documents again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Position(NamedTuple):
     Attributes:
       epoch: number of the epoch, from 0.
       chunk: index of the current chunk in the epoch's order of chunks; 0 if documents are read by number.
-      block: number, in the chunk, of the current window's first document; 0 without windows.
-      taken: number of documents already taken from the window; from the chunk if there are no windows; or from the epoch if
-        documents are read by number.
+      block: number of the current window's first document within its chunk; 0 if there are no windows.
+      taken: number of documents already taken from the current window; if there are no windows, from the chunk; if documents
+        are read by number, from the epoch.
     """
 
     epoch: int = 0
@@ -48,7 +48,7 @@ class Taken(NamedTuple):
     Attributes:
       record: the record.
       after: the stream's position after the record.
-      place: (chunk of the record, number in the chunk); or (0, number in the source) if the record was read by number.
+      place: where the record is: (its chunk, its number in the chunk); if it was read by number, (0, its number in the source).
     """
 
     record: Record
@@ -93,11 +93,12 @@ class DocumentStream:
 
         Args:
           source: the documents.
-          shuffle: 'global': a random order of all documents. An integer: shuffled chunks, with shuffled windows of this many
-            documents in each. 'auto': the same, with windows of at most `AUTO_WINDOW` documents. None: in order.
+          shuffle: 'global': a random order of all documents. An integer: a random order of the chunks, whose documents are
+            shuffled within windows of this many documents. 'auto': the same with windows of `AUTO_WINDOW` documents, or of
+            fewer due to `auto_window_bytes`. None: in order.
           seed: seed of the shuffles, 0 or more.
           epochs: number of epochs; None: endless.
-          auto_window_bytes: a window of 'auto' also ends with the document that reaches this many bytes.
+          auto_window_bytes: with 'auto', a window ends with the document that brings it to this many bytes.
           position: where to begin.
         """
         self._source = source
@@ -200,11 +201,11 @@ def size_of(record: Record) -> int:
 
 
 def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a permutation of 0 to size - 1, as a function from indices, int64 [n], to their entries, int64 [n].
+    """Returns a permutation of 0 to size - 1, as a function that maps indices, int64 [n], to their entries, int64 [n].
 
     Args:
-      size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
-      *seeds: integers, 0 or more, that choose the permutation.
+      size: 1 or more. If it is above 65,536, entries are computed on demand and not stored.
+      *seeds: integers, 0 or more, that determine the permutation.
     """
     if size == 1:  # in a source of one document, each document begins an epoch
         return np.zeros_like

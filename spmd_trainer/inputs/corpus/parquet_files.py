@@ -1,4 +1,4 @@
-"""Sources over Parquet files, which are read one row group at a time. Needs pyarrow, which the extra `data` installs."""
+"""Sources over Parquet files, read one row group at a time. They need pyarrow (`pip install 'spmd-trainer[data]'`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParquetFiles(FileSource):
         """Reads the files' footers. Every file must have all `columns`; 'a.b' is field b of the struct column a.
 
         Raises:
-          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks a column; the message names it.
+          UserError: pyarrow isn't installed, or a file is unreadable, damaged, or lacks a column; the message names the file.
         """
         super().__init__(paths)
         self._columns = tuple(columns)
@@ -83,7 +83,7 @@ _ROWS = 256
 
 
 class ParquetDocuments(ParquetFiles):
-    """Source whose documents are the rows of Parquet files, in order. A chunk is a row group, decoded from its beginning."""
+    """Source whose documents are the rows of Parquet files. Each row group is a chunk, and is decoded from its first row."""
 
     def __init__(self, paths: FilesOrPaths, column: Column = "text"):
         """Opens the files; `column` is as in `Documents`. Raises the errors of `ParquetFiles`."""

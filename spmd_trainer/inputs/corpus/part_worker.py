@@ -1,7 +1,7 @@
-"""Worker processes that tokenise parts of a corpus. As threads, they and the trainer would compete for one interpreter lock.
+"""Worker processes that tokenize parts of a corpus. Threads would compete with the trainer for the interpreter lock (GIL).
 
-A worker first reads a pickled `Task` from its pipe. Each request is the number of a part to tokenise. The answer is JSON: the
-part's record (its statistics), or {"error": message}.
+A worker first reads a pickled `Task` from its pipe. Each later request is the number of a part to tokenize. The answer to a
+request is JSON: the part's record (its statistics), or {"error": message}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess, pipe_o
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory
 
-# Number of documents tokenised at a time.
+# Number of documents tokenized at a time.
 _BLOCK = 256
 # Maximum number of bad records listed per part.
 _NAMED = 5
@@ -56,12 +56,13 @@ _NICE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a token store, made by one worker: documents `start` to `stop` (None: to the end) of a chunk of the corpus.
+    """One part of a token store. One worker makes it from some documents of a chunk of the corpus.
 
     Attributes:
-      chunk, start, stop: the chunk's number in the source, the first document, and the document after the last.
-      path, size: path of the chunk's file, and the file's bytes when the source was opened.
-      inside: the chunk's number in its file.
+      chunk, start, stop: number of the chunk in the source; the part's documents are `start` up to, but not including, `stop`
+        of this chunk (None: up to the chunk's end).
+      path, size: path of the chunk's file, and the size of this file in bytes when the source was opened.
+      inside: number of the chunk in its file.
     """
 
     chunk: int
@@ -78,7 +79,7 @@ class Task:
 
     Attributes:
       documents: the settings of the corpus, without its files.
-      kind: kind of the files that the parts name.
+      kind: kind of the corpus's files.
       tokenizer: the tokenizer.
       folder: folder of the store.
       key: hash of everything on which the content of the parts depends.
@@ -95,7 +96,7 @@ class Task:
     bad_records: str
 
     def source_of(self, part: Part) -> tuple[FileSource, int]:
-        """Opens the file of a part. Returns the opened file, and the number of the part's chunk in it.
+        """Opens the file of a part. Returns the file's source, and the number of the part's chunk in the file.
 
         Keeps only the file that was opened last, because a corpus may have many files.
 
@@ -133,7 +134,7 @@ class Worker:
     """Starts and controls one worker process. Used in the parent process."""
 
     def __init__(self, task: Task, *, nice: bool):
-        """Prepares the process. `nice`: run it at low priority (`os.nice`).
+        """Prepares the worker process. `nice`: True runs it at low priority (`os.nice`).
 
         Raises:
           TypeError, AttributeError, pickle.PicklingError: the tokenizer can't be sent to another process.
@@ -147,7 +148,7 @@ class Worker:
         """Lets the process make part `number`, and returns the part's record (its statistics).
 
         Raises:
-          UserError: `make_part` failed, or the process ended.
+          UserError: `make_part` failed, or the process died.
         """
         try:
             found: dict[str, Any] = json.loads(self._process.ask(str(number).encode()))
@@ -158,7 +159,7 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """Ends the process at once, and removes its temporary files."""
+        """Kills the process, and removes its temporary files."""
         self._process.stop()
         self._scratch.cleanup()
 
@@ -171,7 +172,7 @@ def remove_unfinished(folder: epath.Path) -> None:
 
 
 def make_part(task: Task, number: int) -> dict[str, Any]:
-    """Tokenises a part, writes it and its record (a JSON file of statistics), and returns the record.
+    """Tokenizes a part, writes it and its record (a JSON file of statistics), and returns the record.
 
     Raises:
       UserError: the corpus can't be read, or has a bad record and `bad_records` is 'raise'.
@@ -192,7 +193,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
             for one, tokens in zip(block, encoder.encode(block), strict=True):
                 writer.add(_counted(record, lengths, one, tokens, task.bad_records), size_of(one))
         record |= {"batches": writer.close(), "lengths": lengths.tolist()}
-        # Delete an old record first: it must never describe another part, even after a crash.
+        # Delete an old record first: even after a crash, it must never describe a different part than the one written here.
         (folder / task.record_name(number)).unlink(missing_ok=True)
         target = folder / task.part_name(number)
         if is_remote(folder):
@@ -210,7 +211,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
 def _counted(
     record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
 ) -> np.ndarray | CountedTokens | None:
-    """Adds document `one` to a part's statistics and returns its tokens; None if it is a bad record that is skipped."""
+    """Adds a document to a part's statistics and returns the document's tokens; None for a bad record that is skipped."""
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
         if bad_records == RAISE and not isinstance(tokens, LeftOut):
@@ -237,7 +238,7 @@ class Writer:
     def __init__(self, path: str, dtype: np.dtype, *, counts: bool = False):
         """Creates the file. Raises UserError if pyarrow isn't installed.
 
-        `counts`: add a column that marks the tokens that count in the loss.
+        `counts`: True adds a column that marks the tokens that count toward the loss.
         """
         self._arrow = arrow = arrow_library()
         self._path, self._dtype = path, dtype
@@ -298,7 +299,7 @@ def arrow_library() -> Any:
 
 
 def main(pipe: Connection) -> None:
-    """Runs the worker process: makes the parts that the parent requests, and exits when the parent ends, even within a part."""
+    """Runs the worker process: makes the parts that the parent requests. Exits when the parent exits, even within a part."""
     content = pipe.recv_bytes()
     try:
         task: Task | str = pickle.loads(content)

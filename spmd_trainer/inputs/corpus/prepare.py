@@ -1,8 +1,8 @@
-"""Tokenises a corpus into a token store: ahead of training (`--mode=tokenise`), or during it (`prepared_source`).
+"""Tokenizes a corpus into a token store: before training (`--mode=tokenise`), or during training (`prepared_source`).
 
-The corpus is divided into parts. Worker processes tokenise them, each into a file of the store and a small JSON file beside it.
-Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the result
-gives the same batches as tokenising during training.
+The corpus is divided into parts. Worker processes tokenize them, each into a file of the store and a small JSON file beside it.
+Finished parts are kept, so if the job stops, the same command makes only the missing parts. `corpus.json` is written last. With
+the same `shuffle`, the store gives the same batches as the text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LINE_EVERY = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """Settings for tokenising a corpus into a token store.
+    """Settings for tokenizing a corpus into a token store.
 
     Attributes:
       documents: the corpus.
@@ -66,10 +66,10 @@ class Preparation:
 
 
 def parts_of(source: FileSource, documents_per_part: int) -> list[Part]:
-    """Divides a source into parts, the units that the workers tokenise.
+    """Divides a source into parts, each of which one worker tokenizes.
 
-    Each chunk of the source (see `FileSource`) gives parts of at most `documents_per_part` documents. If the source has no random
-    access, or its chunk sizes are unknown, each chunk is one part.
+    Each chunk of the source (see `FileSource`) is divided into parts of at most `documents_per_part` documents. If the source has
+    no random access, or its chunk sizes are unknown, each chunk is one part.
     """
 
     def part(chunk: int, start: int, stop: int | None) -> Part:
@@ -148,8 +148,8 @@ class Preparing:
         Args:
           numbers: numbers of the parts to make.
           workers: number of processes. With one worker or one part, and `nice=False`, this process itself makes the parts.
-          ends: event that stops the worker processes when it is set; their unfinished parts are dropped.
-          nice: run the processes at low priority (`os.nice`).
+          ends: when this event is set, the worker processes are stopped. Their unfinished parts are dropped.
+          nice: True runs the processes at low priority (`os.nice`).
 
         Raises:
           UserError: the corpus can't be read, or a record is bad and `bad_records` is 'raise'.
@@ -207,11 +207,7 @@ class Preparing:
 
 
 def tokenise(config: TokeniseConfig) -> None:
-    """Runs `--mode=tokenise`: prepares a corpus and prints its numbers of documents and tokens.
-
-    Raises:
-      UserError: see `prepare`.
-    """
+    """Runs `--mode=tokenise`, and prints the corpus's numbers of documents and tokens. Raises the errors of `prepare`."""
     documents = config.documents()
     if config.conversations:
         from spmd_trainer.inputs.chat_text import Chat  # whose module imports this one
@@ -232,11 +228,10 @@ def tokenise(config: TokeniseConfig) -> None:
 
 
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
-    """Tokenises a corpus into a token store with `workers` processes, and returns the content of the store's `corpus.json`.
+    """Tokenizes a corpus into a token store with `workers` processes, and returns the content of the store's `corpus.json`.
 
     Raises:
-      UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is
-        'raise'.
+      UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is 'raise'.
     """
     preparing = Preparing(preparation)
     missing, total = preparing.missing, len(preparing.task.parts)

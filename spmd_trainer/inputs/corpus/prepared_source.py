@@ -1,9 +1,9 @@
-"""Tokenises a corpus while a run reads it: once for all processes, which then read tokens instead of text.
+"""Tokenizes a corpus in the background of a run, once for all its processes, which then read tokens instead of text.
 
-A run begins by reading text, because the first window of a global shuffle needs documents from everywhere. Meanwhile each
-process of the job tokenises its share of the corpus, in worker processes, into a token store that all processes can read. Once
+A run begins by reading text, because the first window of a global shuffle needs documents from all files. Meanwhile each
+process of the job tokenizes its share of the corpus, in worker processes, into a token store that all processes can read. Once
 the store is finished, each process reads further documents as tokens. The batches are the same either way, so training never
-waits, and the processes may switch at different times. If tokenising fails in one process, because a record is bad or the disk
+waits, and the processes may switch at different times. If tokenizing fails in one process, because a record is bad or the disk
 is full, all processes of the job keep reading text.
 """
 
@@ -50,10 +50,10 @@ _ROOM = 4
 
 @dataclasses.dataclass(frozen=True)
 class Helpers:
-    """The processes that tokenise a corpus during a run.
+    """The processes that tokenize a corpus during a run.
 
     Attributes:
-      index: number of this process in the job.
+      index: index of this process in the job, from 0.
       count: number of processes in the job.
       workers: number of worker processes that this process starts.
       job: unique name of the job.
@@ -75,12 +75,12 @@ class PreparedSource(FileSource):
     """
 
     def __init__(self, source: FileSource, preparation: Preparation, helpers: Helpers):
-        """Begins with reading the source as text. `tokenise` and `use_finished` switch to reading tokens.
+        """Reads the source as text at first. `tokenise` and `use_finished` switch to reading tokens.
 
         Args:
           source: the opened corpus.
           preparation: the tokenizer and the folder of the store.
-          helpers: the processes that tokenise.
+          helpers: the processes that tokenize.
         """
         super().__init__(source.found)
         self.kind, self.groups, self.shards = source.kind, source.groups, source.shards
@@ -92,7 +92,7 @@ class PreparedSource(FileSource):
         self._ends = threading.Event()
 
     def stop(self) -> None:
-        """Stops the tokenisation, and releases the lock on the store. Finished parts of the store are kept."""
+        """Stops the tokenization, and releases the lock on the store. Finished parts of the store are kept."""
         self._ends.set()
         if self._held is not None:
             self._held.close()
@@ -120,7 +120,7 @@ class PreparedSource(FileSource):
         """Switches to reading tokens if the store is finished. Returns True if documents are read as tokens now.
 
         Raises:
-          UserError: the store's folder can't be used, or the store is damaged or holds other documents than this source.
+          UserError: the store's folder can't be used, or the store is damaged or doesn't have the documents of this source.
         """
         folder = self._preparation.output
         if self._held is None and not is_remote(folder):  # before a store is looked for, so that it stays
@@ -150,7 +150,7 @@ class PreparedSource(FileSource):
             logging.warning("%s can't be read as tokens yet: %s", self.size_text, error)
 
     def tokenise(self) -> None:
-        """Tokenises the corpus together with the other processes, and reads it as tokens from then on.
+        """Tokenizes the corpus together with the other processes, and reads it as tokens from then on.
 
         If this fails, logs the error and keeps reading text.
         """
@@ -187,10 +187,10 @@ class PreparedSource(FileSource):
         raise _Ended
 
     def _begin(self, folder: epath.Path) -> None:
-        """Prepares the folder on process 0, which holds the folder's lock, and tells the other processes to begin.
+        """Prepares the folder, and tells the other processes to begin. Runs in process 0, which has locked the folder.
 
         Raises:
-          UserError: the disk has no room.
+          UserError: the disk has too little free space.
         """
         remove_unfinished(folder)
         try:
@@ -228,7 +228,7 @@ class PreparedSource(FileSource):
             self._pause(folder)
 
     def _make_room(self, needed: int) -> None:
-        """Removes unused stores until `needed` more bytes fit below the limit. This source's store is in use, so it stays."""
+        """Removes unused stores until `needed` bytes are free below the size limit. Keeps this source's store (in use)."""
         if self._helpers.limit is not None:
             store_cache.make_room(os.path.dirname(self._preparation.output), self._helpers.limit, needed)
 
@@ -241,7 +241,7 @@ class PreparedSource(FileSource):
         return found.get("job") == self._helpers.job
 
     def _looks(self, folder: epath.Path) -> bool:
-        """Returns True if the store is finished and in use; otherwise pauses and returns False.
+        """Switches to the store and returns True if the store is finished; otherwise waits a little and returns False.
 
         A damaged store counts as unfinished, because process 0 makes it again.
         """
@@ -259,18 +259,18 @@ class PreparedSource(FileSource):
 
 
 class _Ended(Exception):
-    """Raised to stop the tokenisation after `PreparedSource.stop` was called."""
+    """Raised to stop the tokenization after `PreparedSource.stop` was called."""
 
 
 def tokenise(
     sources: Sequence[PreparedSource], after: threading.Thread | None = None, *, look_first: bool = False
 ) -> threading.Thread:
-    """Tokenises sources in a daemon thread, one after the other because each uses all workers. Returns the thread.
+    """Tokenizes sources in a daemon thread, one after the other because each uses all workers. Returns the thread.
 
     Args:
       sources: the sources.
-      after: a thread that tokenises other sources; the new thread waits for it.
-      look_first: look for finished stores before this function returns, instead of in the thread.
+      after: a thread that tokenizes other sources; the new thread waits for it.
+      look_first: True looks for finished stores before this function returns; False looks for them in the thread.
     """
 
     def look() -> None:

@@ -1,7 +1,7 @@
 """Sources of text documents in ArrayRecord and TFRecord files, read by number.
 
-ArrayRecord needs the package array_record, which the extra `data` installs. TFRecord files hold tf.train.Examples with a text
-feature, and are read without TensorFlow.
+ArrayRecord needs the package array_record (`pip install 'spmd-trainer[data]'`). TFRecord files hold tf.train.Examples with a
+text feature, and are read without TensorFlow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 256
 
 
 class ArrayRecordDocuments(FileSource):
-    """Source whose documents are the records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache."""
+    """Source whose documents are the records of ArrayRecord files. Each file is a chunk. Remote files are cached locally."""
 
     kind = "arrayrecord"
     random_access = True
@@ -43,7 +43,7 @@ class ArrayRecordDocuments(FileSource):
         """Opens every file to count its records.
 
         Raises:
-          UserError: array_record isn't installed, or a file is empty, damaged or of another format; the message names it.
+          UserError: array_record isn't installed, or a file is empty, damaged or not ArrayRecord; the message names the file.
         """
         super().__init__(paths)
         self._open: LRUCache[Any] = LRUCache(
@@ -102,7 +102,7 @@ def _first_line(error: Exception) -> str:
 
 
 class TfRecordDocuments(record_files.RecordSource):
-    """Source whose documents are texts in the tf.train.Examples of TFRecord files. A chunk is a file."""
+    """Source whose documents are texts in the tf.train.Examples of TFRecord files. Each file is a chunk."""
 
     def __init__(self, paths: FilesOrPaths, column: str = "text"):
         """Finds the byte offsets of all records.
@@ -112,7 +112,7 @@ class TfRecordDocuments(record_files.RecordSource):
           column: key of the bytes feature whose only value is the text.
 
         Raises:
-          UserError: a file can't be read, is compressed or is broken; the message names the file, the record and its byte.
+          UserError: a file can't be read, is compressed or is broken; the message names the file, and a broken record's offset.
         """
         self._column = column
         super().__init__(paths)

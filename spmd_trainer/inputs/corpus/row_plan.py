@@ -21,14 +21,14 @@ PAIR = "pair"
 
 
 class RowTable(NamedTuple):
-    """Rows of T tokens, as arrays [rows + 1, T] that are 0 in empty positions. The last row is empty.
+    """Rows of T tokens. Each array is [rows + 1, T]: the last row is empty. Positions without a token are 0 in all arrays.
 
     Attributes:
       ids: the token before each label. `ids`, `labels`, `segment_ids` and `segment_pos` are unsigned integers.
       labels: the tokens to predict.
       segment_ids: number of each position's segment in its row, from 1.
       segment_pos: position in the segment, from 0.
-      counted: bool, True for labels that count in the loss; None: all labels count.
+      counted: bool, True for labels that count toward the loss; None: all labels do.
     """
 
     ids: np.ndarray
@@ -38,7 +38,7 @@ class RowTable(NamedTuple):
     counted: np.ndarray | None = None
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a language-model batch (see `batches.lm_input_specs`) from the rows numbered `rows`, integers [B]."""
+        """Makes a language-model batch (see `batches.lm_input_specs`). `rows`: numbers of the rows to take, integers [B]."""
         segment_ids = self.segment_ids[rows].astype(np.int32)
         inside = segment_ids > 0
         return NestedMap(
@@ -57,15 +57,15 @@ class PairTable(NamedTuple):
 
     Attributes:
       sequences: two rows per pair: the prompt with the chosen answer, then the prompt with the rejected answer.
-      places: int64 [pairs + 1, 3]. Column 0 is the number of the pair's source; columns 1 and 2 are its place in the source (see
-        `order.Taken.place`). The row of the empty pair is -1.
+      places: int64 [pairs + 1, 3 (number of the pair's source, and the two numbers of its `order.Taken.place` in this source)];
+        -1 for the empty pair.
     """
 
     sequences: RowTable
     places: np.ndarray
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a batch (`chosen`, `rejected`, `eval_sample_weights`) from the pairs numbered `rows`, integers [B]."""
+        """Makes a batch (`chosen`, `rejected`, `eval_sample_weights`). `rows`: numbers of the pairs to take, integers [B]."""
         first = 2 * (rows % len(self.places))
         sides = [self.sequences.batch(np.minimum(first + side, len(self.sequences.ids) - 1)) for side in (0, 1)]
         weights = [side.pop("eval_sample_weights") for side in sides]
@@ -73,7 +73,7 @@ class PairTable(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Tokens put around a document, e.g. a start token and end-of-text. The first token of the result is never a label.
+    """Tokens put around a document, e.g. a start token and end-of-text. A framed document's first token is never a label.
 
     Attributes:
       before: the tokens before the document's tokens.
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of labels that the frame adds: labels of the framed document minus tokens of the document."""
+        """Number of labels in the framed document minus number of tokens in the document without frame."""
         return len(self.before) + len(self.after) - 1
 
 
@@ -97,16 +97,18 @@ class FramedDocument(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Plan for putting pieces of framed documents into rows. Arrays are int64 [pieces]. Only tokens to predict are counted.
+    """Plan for putting pieces of framed documents into rows. Arrays are int64 [pieces].
+
+    Numbers and sizes count labels (tokens to predict), which are all tokens of a framed document except the first.
 
     Attributes:
       documents: number of the document of each piece.
-      starts: number of the piece's first token in its document.
-      sizes: number of tokens in the piece, 1 or more.
+      starts: number of the piece's first label in its document, from 0.
+      sizes: number of labels in the piece, 1 or more.
       rows: row of the piece.
-      columns: column of the piece's first token.
+      columns: column of the piece's first label.
       segments: number of the piece's segment in the row, from 1.
-      positions: position of the piece's first token in the segment.
+      positions: position of the piece's first label in the segment, from 0.
     """
 
     documents: np.ndarray
@@ -134,7 +136,7 @@ def pack(lengths: Sequence[int] | np.ndarray, seq_len: int, packing: str, piece:
       lengths: number of labels of each framed document; at least one document.
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces per row. 'pad': one piece per row.
-      piece: maximum number of tokens per piece; None: `seq_len`.
+      piece: maximum number of labels per piece; None: `seq_len`.
     """
     piece = piece or seq_len
     sizes = np.asarray(lengths, np.int64)
@@ -147,13 +149,13 @@ def pack(lengths: Sequence[int] | np.ndarray, seq_len: int, packing: str, piece:
 
 
 def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan:
-    """Plans rows that cut the concatenated documents every `seq_len` tokens. Each row is one segment.
+    """Concatenates documents, and plans rows that begin every `seq_len` tokens. Each row is one segment.
 
     Args:
       lengths: number of labels of each framed document.
       seq_len: tokens per row, T. The last row may hold fewer.
-      offset: number of tokens at the beginning of the first document that are left out.
-      used: number of tokens to cut into rows, 1 or more.
+      offset: number of labels at the beginning of the first document that are left out.
+      used: number of labels to cut into rows, 1 or more.
     """
     begins = np.cumsum([0, *lengths]) - offset
     places = np.unique(np.concatenate([begins[:-1].clip(0), np.arange(0, used, seq_len)]))
@@ -172,11 +174,11 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
 
 
 def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocument], seq_len: int) -> RowTable:
-    """Makes the table of some rows of a plan, and fetches only the tokens of these rows.
+    """Makes a table of the given rows of a plan. Fetches only the tokens of these rows.
 
     Args:
       plan: the plan.
-      rows: numbers of rows, int64 [n], in any order.
+      rows: numbers of the rows to make, int64 [n], in any order.
       documents: the plan's documents.
       seq_len: tokens per row, T.
 
@@ -206,7 +208,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
 
 
 def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
-    """Returns the concatenated tokens of all pieces; with `counted`, whether each token counts in the loss, bool.
+    """Returns the tokens of all pieces, concatenated. With `counted`, returns bool: whether each token counts toward the loss.
 
     A piece is (document, start, stop): the tokens `start` to `stop` of a framed document. All tokens of a frame count.
     """
@@ -225,11 +227,12 @@ def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool 
 
 
 def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
-    """Makes the table of some preference pairs, and fetches only the tokens of these pairs.
+    """Makes a table of preference pairs, and fetches their tokens.
 
     Args:
-      documents: for each pair, the concatenated tokens of the chosen and the rejected sequence. Only the answers' tokens count.
-      places: see `PairTable`.
+      documents: for each pair, the tokens of the chosen sequence, then those of the rejected one. Only the answers' tokens
+        count toward the loss.
+      places: as in `PairTable`, without the empty pair.
       seq_len: tokens per sequence, T.
     """
     whole = [(one, 0, len(one)) for one in documents]
@@ -251,10 +254,10 @@ def lay_out(
     """Makes the table of all rows of a plan: puts the tokens of its pieces into the planned rows and columns.
 
     Args:
-      ids, labels: concatenated tokens of all pieces, unsigned [tokens].
+      ids, labels: `RowTable.ids` and `RowTable.labels` of all pieces, concatenated: unsigned [tokens].
       plan: the plan.
       seq_len: tokens per row.
-      counted: bool [tokens], True for labels that count in the loss; None: all labels count.
+      counted: bool [tokens], True for labels that count toward the loss; None: all labels do.
     """
     sizes = plan.sizes
     within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -276,7 +279,7 @@ def lay_out(
 
 
 def best_fit(sizes: Sequence[int], room: int) -> list[int]:
-    """Packs pieces in order, each into the fullest row that has room for it, or else a new row. Returns the row of each piece.
+    """Puts each piece, in order, into the fullest row that has space for it, or else into a new row. Returns each piece's row.
 
     Args:
       sizes: tokens of each piece, 1 to `room`.
@@ -304,7 +307,7 @@ def best_fit(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def best_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
+    """Packs pieces by best fit, longest first, which wastes less space than packing them in order.
 
     Args:
       sizes: tokens of each piece, 1 to `room`.
@@ -322,10 +325,10 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def places(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each piece's first column, and its number in its row from 1, int64 [pieces]. Pieces in a row keep their order.
+    """Returns two int64 [pieces] arrays: the first column of each piece, and its number in its row, from 1.
 
     Args:
-      rows: row of each piece, int64 [pieces]; every row has at least one piece.
+      rows: row of each piece, int64 [pieces]; every row has at least one piece. Pieces in a row keep their order.
       sizes: tokens of each piece, int64 [pieces].
     """
     by_row = np.argsort(rows, kind="stable")

@@ -1,6 +1,6 @@
 """Locks the token stores in a local folder while they are used, and removes unused stores to limit their total size.
 
-A process that uses a store holds a shared lock (flock) on a file in the store until the process ends. To remove a store, a
+A process that uses a store holds a shared lock (flock) on a file in the store until the process exits. To remove a store, a
 process needs an exclusive lock on this file, and renames the store while it holds the lock.
 """
 
@@ -19,7 +19,7 @@ from absl import logging
 
 from spmd_trainer.sharding.messages import bytes_text
 
-# File in a store that is locked by the processes using the store. Its modification time says when the last of them began.
+# File that the processes using a store have locked. Its modification time is when the last of them began to use the store.
 _IN_USE = "in-use"
 _STORE = re.compile(r"corpus-[0-9a-f]{24}")
 _OWN = re.compile(r"tokens-\d+-of-\d+\.(arrow|json)|(corpus|making|failed)\.json|\.making-.*|\..*\.writing|lock|in-use")
@@ -28,14 +28,14 @@ _REMOVED = ".removed-"
 
 
 def hold(folder: str) -> BinaryIO | None:
-    """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder if missing.
+    """Keeps a store from being removed until the returned file is closed, or this process exits. Creates the folder if missing.
 
     Returns:
-      The locked file. None if the folder exists, but this process can't write to it or its file system has no locks; another
-      process may then remove the store.
+      The locked file. None if this process can't write to the folder, or the folder's file system has no locks; another process
+      may then remove the store.
 
     Raises:
-      OSError: the folder can't be made.
+      OSError: the folder can't be created.
     """
     path = os.path.join(folder, _IN_USE)
     while True:
@@ -65,11 +65,11 @@ def hold(folder: str) -> BinaryIO | None:
 def make_room(root: str, limit: int, needed: int = 0) -> None:
     """Removes unused stores, the longest unused first, until all stores together have at most `limit - needed` bytes.
 
-    Keeps other folders, and stores that hold files of other programs. Does not follow links.
+    Removes neither other folders nor stores that have files of other programs. Does not follow links.
 
     Args:
       root: the local folder of the stores.
-      limit: largest total size of the stores, in bytes.
+      limit: maximum total size of the stores, in bytes.
       needed: bytes to leave free below the limit.
     """
     with os.scandir(root) as entries:
@@ -92,7 +92,7 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
 
 
 def _stores(root: str) -> Iterator[tuple[float, str, int]]:
-    """Yields (time of last use in seconds since 1970, folder, size in bytes) for each store without files of other programs."""
+    """Yields (time of last use in seconds since 1970, folder, size in bytes) of the stores without files of other programs."""
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:

@@ -60,18 +60,18 @@ def samples(
     take: Callable[[tarfile.TarFile, tarfile.TarInfo], T],
     size: int | None,
 ) -> Iterator[tuple[str, dict[str, T | None]]]:
-    """Yields (sample name, {extension: member of the sample}) for each sample of a tar file.
+    """Yields (sample name, {extension of a member: result of `take`}) for each sample of a tar file.
 
     Args:
       archive: the tar file, opened with `tarinfo=Header`.
       path: path of the file, for messages.
-      wanted: extensions of the members to read with `take`. Other members are None in the result.
+      wanted: extensions of the members to read with `take`. Other members have None instead of a result.
       take: reads a member.
-      size: bytes of the file; None if the file is compressed.
+      size: size of the file in bytes; None if the file is compressed.
 
     Raises:
       tarfile.ReadError: according to its declared size, a member ends after the end of the file.
-      UserError: a sample has two members with one extension, or a wanted member is a link.
+      UserError: a sample has two members with the same extension, or a wanted member is a link.
     """
     current: tuple[str, dict[str, T | None]] | None = None
     for member in archive:
@@ -113,7 +113,7 @@ def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) ->
 
 
 class _Stream:
-    """A file that raises EOFError at its end. There, tarfile would go on reading for all the bytes that a header declares."""
+    """A file that raises EOFError at its end. tarfile would otherwise keep reading for all the bytes that a header declares."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -147,7 +147,7 @@ _BLOCK = 2**20
 
 
 class TarDocuments(FileSource):
-    """Source whose documents are the texts in tar files, compressed or not, read in order. A chunk is a file."""
+    """Source whose documents are the texts in tar files, compressed or not, read in order. Each file is a chunk."""
 
     kind = "tar"
 

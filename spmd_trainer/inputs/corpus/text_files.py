@@ -1,7 +1,7 @@
 """Sources over text files: JSON lines, and plain text with one document per file or several with a separator between them.
 
-JSON lines have one JSON object per line, and may be compressed by gzip or Zstandard (which needs the extra `data`).
-Lines of nothing but spaces aren't records. A chunk (see `FileSource`) is a file.
+JSON lines have one JSON object per line, and may be compressed with gzip or Zstandard (which needs pyarrow). Lines with only
+spaces aren't records. Each file is a chunk (see `FileSource`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _IS_SPACE = np.array([bytes([byte]).isspace() for byte in range(256)])
 
 
 class LineIndex(NamedTuple):
-    """Index of the non-empty lines of a file. A line of nothing but spaces counts as empty.
+    """Index of the non-empty lines of a file. A line with only spaces counts as empty.
 
     Attributes:
-      starts: byte offset of each non-empty line, then the file's end, int64 [lines + 1]. Empty lines belong to the line before.
+      starts: byte offset of each non-empty line, then the file's end, int64 [lines + 1]. So the range of a line includes empty
+        lines after it.
       empty: for each empty line, the index of the next non-empty line, int64 [empty lines], ascending.
     """
 
@@ -147,7 +148,7 @@ class JsonLines(IndexedFiles):
 
 
 class StreamedJsonLines(FileSource):
-    """Source over JSON lines that are read in order: in compressed files, or in object stores, where each read is a request."""
+    """Source over JSON lines that are compressed, or in object stores, where each read is a request. They are read in order."""
 
     kind = "jsonl"
 
@@ -202,7 +203,7 @@ def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes
 
 
 def _refuse_endless(path: str, number: int, size: int, longest: int) -> None:
-    """Raises UserError if too many bytes, `size`, of line `number` were read without finding its end."""
+    """Raises UserError if `size` bytes of line `number` were read without finding its end, and that is too many."""
     if size > _LONG_LINES * longest:
         raise UserError(
             f"{path}:{number} has more than {size:,} bytes, {_LONG_LINES} times max_record_bytes={longest:,}, and is not "
@@ -231,7 +232,7 @@ def value_of(line: bytes, where: str) -> Any:
 
 
 class TextDocuments(IndexedFiles):
-    """Source of documents in plain text files. A chunk is a file."""
+    """Source of documents in plain text files. Each file is a chunk."""
 
     kind = "text"
 
@@ -243,11 +244,11 @@ class TextDocuments(IndexedFiles):
         Args:
           paths: the files.
           separator: text between the documents of a file, not part of them; None: each file is one document.
-          json_too: True also reads JSON files, as text with their braces and quotes.
+          json_too: True reads JSON files too, as plain text; False refuses them.
           any_bytes: True also reads files that aren't text.
 
         Raises:
-          UserError: a file can't be read or is not text by its first bytes, or `separator` is empty.
+          UserError: a file can't be read, or its first bytes show that it isn't text; or `separator` is empty.
         """
         if separator is not None and not (isinstance(separator, str) and separator):
             raise UserError(

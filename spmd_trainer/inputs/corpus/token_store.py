@@ -1,14 +1,14 @@
-"""Token stores: tokenised documents in Arrow files, which `--mode=tokenise` writes and inputs read by byte ranges.
+"""Token stores: tokenized documents in Arrow files, which `--mode=tokenise` writes and inputs read by byte ranges.
 
 A store is a folder of parts and a file `corpus.json`. A part is an Arrow IPC file with the columns `tokens` (lists of uint16
 or uint32) and `bytes` (int32, the size of the text in bytes). For conversations and preference pairs, a third column `counted`
-(lists of booleans) marks the tokens that count in the loss. `corpus.json` has, for each record batch, the numbers of documents
-and tokens, and the byte offsets of the columns in the part's file.
+(lists of booleans) marks the tokens that count toward the loss. `corpus.json` has, for each record batch, the numbers of
+documents and tokens, and the byte offsets of the columns in the part's file.
 
 An Arrow file stores the tokens of a record batch contiguously, so any part of a document is a byte range, also in object
 stores. Any Arrow library can read the files.
 
-Documents are numbered as in the original source, so every shuffle gives the same order. A document without text has no tokens.
+Documents are numbered as in the original source, so a shuffle gives the same order. A document without text has no tokens.
 A bad record that was left out has no tokens either, and its `bytes` is -1 minus its size.
 """
 
@@ -34,7 +34,7 @@ from spmd_trainer.storage.local_copies import cached_index
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 2
-# Read in order: number of documents whose lengths are read at a time. Read by number: lengths this near are read together.
+# Number of documents whose lengths are read at a time, in order. If they are read by number, lengths this near are read together.
 _BLOCK, _NEAR = 1024, 256
 # Ranges that are this near each other are read in one request of an object store; see `_together`.
 _NEAR_BYTES = 2**16
@@ -49,11 +49,11 @@ class Batch(NamedTuple):
     Attributes:
       documents: number of documents.
       tokens: number of tokens of all documents.
-      offsets_at: byte offset of the documents' ends, counted in tokens, after an entry 0: little-endian int32 [documents + 1].
+      offsets_at: byte offset of the array of document boundaries, little-endian int32 [documents + 1]: document i has the
+        tokens from entry i to entry i + 1.
       tokens_at: byte offset of the tokens.
-      sizes_at: byte offset of the texts' sizes in bytes: little-endian int32 [documents].
-      counted_at: byte offset of the bits that mark tokens that count in the loss, the lowest bit of a byte first; None: all
-        tokens count.
+      sizes_at: byte offset of the column `bytes`, the sizes of the texts: little-endian int32 [documents].
+      counted_at: byte offset of a bit mask, lowest bit first, of the tokens that count toward the loss; None: all tokens do.
     """
 
     documents: int
@@ -73,8 +73,8 @@ class Description:
       dtype: dtype of the tokens, 'uint16' or 'uint32'.
       chunks: number of documents in each chunk of the original source.
       parts: {file name of the part: its record batches}, in order.
-      statistics: counts of documents, tokens, bytes and skipped records; documents by length; the largest token.
-      processor: fingerprint of the processor; None for text.
+      statistics: numbers of documents, tokens, bytes and skipped records; histogram of document lengths; largest token id.
+      processor: fingerprint of the processor; None for plain text.
     """
 
     tokenizer: dict[str, Any]
@@ -157,7 +157,7 @@ class TokenStore(FileSource):
 
         Args:
           folder: local, gs:// or s3:// folder of the store.
-          names_left_out: True gives a `LeftOut` for a record that was left out; False gives an empty document.
+          names_left_out: True reads a record that was left out as a `LeftOut`; False reads it as an empty document.
 
         Raises:
           UserError: the folder is not a token store, or a file is missing or has other documents than `corpus.json` says.
@@ -202,10 +202,10 @@ class TokenStore(FileSource):
         return int(self.description.statistics["largest"])
 
     def check_made_by(self, tokenizer: Mapping[str, Any], processor: Processor | None) -> None:
-        """Checks that the store was made with an input's processor and the tokenizer that has the fingerprint `tokenizer`.
+        """Checks that the store was made with an input's tokenizer (given as its fingerprint) and processor.
 
         Raises:
-          UserError: the store was made with another tokenizer or processor; the message lists the differences.
+          UserError: the store was made with a different tokenizer or processor; the message lists the differences.
         """
         made, now = self.description.processor or {}, {} if processor is None else processor.fingerprint()
         for what, before, after in (("tokenizer", self.description.tokenizer, tokenizer), ("processor", made, now)):
@@ -235,7 +235,7 @@ class TokenStore(FileSource):
                     yield self._record(number, one, StoredTokens(self, number, start, stop - start, size), size)
 
     def _record(self, number: int, inside: int, content: StoredTokens, size: int | None = None) -> Record:
-        """Returns document `inside` of record batch `number`. `size`: the document's entry in the column `bytes`, if known."""
+        """Returns document number `inside` of record batch `number`. `size`: its entry in the column `bytes`, if known."""
         where = f"{self.paths[self._batches[number][0]]} document {self._numbers.span(number)[0] + inside}"
         if self._names_left_out and not len(content):
             size = int(self._sizes(number, inside, 1)[0]) if size is None else size
@@ -249,7 +249,10 @@ class TokenStore(FileSource):
         return np.frombuffer(self._files.read(part, at, at + 4 * count), "<i4")
 
     def _spans(self, number: int, inside: np.ndarray) -> tuple[list[int], list[int]]:
-        """Returns where the tokens of documents `inside` of record batch `number` start and end, counted within the batch."""
+        """Returns where the tokens of each document start and end in record batch `number`.
+
+        `inside`: the documents' numbers in the batch.
+        """
         order = np.sort(inside)
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -303,7 +306,7 @@ class TokenStore(FileSource):
         return [np.frombuffer(content, dtype) for content in self._contents(spans)]
 
     def fetch_counted(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Returns, for each range of `fetch`, which of its tokens count in the loss, bool [n]."""
+        """For each range of `fetch`, returns a mask of the tokens that count toward the loss, bool [n]."""
         spans = []
         for number, start, stop in ranges:
             part, batch = self._batches[number]

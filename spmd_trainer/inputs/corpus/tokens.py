@@ -22,7 +22,7 @@ class StoredTokens:
       batch: number of the record batch in the store.
       start: number of the document's first token in the batch.
       size: number of tokens.
-      nbytes: bytes of the document's text if they are known, else of the tokens.
+      nbytes: size of the document's text in bytes; if it is unknown, the size of the tokens in bytes.
     """
 
     store: TokenStore
@@ -37,11 +37,11 @@ class StoredTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CountedTokens:
-    """A document's tokens in memory, with a mask of the tokens that count in the loss.
+    """A document's tokens in memory, with a mask of the tokens that count toward the loss.
 
     Attributes:
       tokens: unsigned integers [n].
-      counted: bool [n], True for tokens that count in the loss.
+      counted: bool [n], True for tokens that count toward the loss.
     """
 
     tokens: np.ndarray
@@ -51,12 +51,12 @@ class CountedTokens:
         return len(self.tokens)
 
 
-# A document's tokens: an unsigned array [n] if all count in the loss; or an array with a mask; or a reference to a token store.
+# A document's tokens: an unsigned array [n] if all count toward the loss, or an array with a mask, or a reference to a store.
 Tokens: TypeAlias = np.ndarray | CountedTokens | StoredTokens
 
 
 def is_text(tokens: Tokens) -> bool:
-    """Returns True if a document is plain text, so that all its tokens count in the loss."""
+    """Returns True if a document is plain text, so that all its tokens count toward the loss."""
     if isinstance(tokens, StoredTokens):
         return tokens.store.description.processor is None
     return isinstance(tokens, np.ndarray)
@@ -67,7 +67,7 @@ def fetch(ranges: Sequence[tuple[Tokens, int, int]], *, counted: bool = False) -
 
     Args:
       ranges: (tokens of the document, start, stop) for each document.
-      counted: True returns which of these tokens count in the loss, bool [n], instead of the tokens.
+      counted: True returns a mask of those that count toward the loss, bool [n], instead of the tokens.
 
     Raises:
       UserError: a file of a token store can't be read or has changed; the message names the file.

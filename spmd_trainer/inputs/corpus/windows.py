@@ -24,17 +24,17 @@ from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedD
 from spmd_trainer.sharding.messages import count_text
 
 # Bytes of text that all sources together keep in memory, each an equal share: for shuffling documents (with 'auto'), and for
-# tokenising documents ahead.
+# tokenizing documents ahead.
 _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """Settings for making windows: those of `corpus_input.CorpusInput`, of its mixture and of `encoding.Encoder`.
+    """Settings for making windows. Most come from `corpus_input.CorpusInput`, its mixture or `encoding.Encoder`.
 
-    Attributes (besides those):
-      batch_rows: rows of a global batch.
-      segment_lens: {number of rows in all previous windows: maximum number of tokens per segment from there on}.
+    Attributes (the others):
+      batch_rows: rows per global batch.
+      segment_lens: {row number, counted over all windows: maximum number of tokens per segment from this row on}.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -59,9 +59,9 @@ class Share(NamedTuple):
     Attributes:
       first: number of the process's first row in each global batch.
       rows: number of the process's rows in each global batch.
-      batch_size: rows of a global batch.
-      filled: number of rows of the current global batch that precede the window, minus `skipped`.
-      skipped: number of rows of the window that are left out, because they were given before a restart.
+      batch_size: rows per global batch.
+      filled: row n of the window has the number (n + filled) % batch_size in its global batch.
+      skipped: number of rows at the window's beginning that are left out, because they were given before a restart.
     """
 
     first: int
@@ -84,7 +84,7 @@ class Window(NamedTuple):
       begin: position where the window begins.
       end: position where the next window begins.
       table: this process's rows; the last row is empty.
-      places: for each row in the order of the input, its row in `table`, int64 [num_rows]; -1 for another process's row.
+      places: for each row, in the order of the input, its number in `table`, int64 [num_rows]; -1 for other processes' rows.
       num_tokens: tokens in the rows of all processes.
     """
 
@@ -105,7 +105,7 @@ Ahead: TypeAlias = "concurrent.futures.Future[Window | Cursor]"
 
 
 class Cancelled(Exception):
-    """Raised while a window is made that is no longer needed."""
+    """Raised while making a window if the window is no longer needed."""
 
 
 class _PendingDocument(NamedTuple):
@@ -130,7 +130,7 @@ class WindowMaker:
     def __init__(
         self, sources: Sequence[OpenSource], settings: WindowSettings, begin: Cursor, error: Callable[[str], UserError]
     ):
-        """Opens every source at the position where the first window begins. `error` makes an error from a message."""
+        """Opens every source at `begin`, the position of the first window. `error` makes an exception from a message."""
         self._settings = settings
         self._begin = begin
         self._error = error
@@ -142,8 +142,8 @@ class WindowMaker:
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._shares = [one.share for one in sources]
-        # The numbers of rows after which the weights of each step apply; and those at which weights or segment lengths change:
-        # a window ends at such a row, or with the document that crosses it.
+        # Numbers of rows (over all windows) after which the weights of each step apply; and those at which weights or segment
+        # lengths change. A window ends at such a row, or with the document that crosses it.
         self._weights_from = [step * settings.batch_rows for step in steps_of(self._shares[0])]
         self._changes = {*self._weights_from, *settings.segment_lens}
         self._schedule = self._schedule_by(begin.begins)
@@ -177,7 +177,7 @@ class WindowMaker:
         self._cancelled.set()
 
     def next_window(self, share: Share) -> Window | Cursor:
-        """Returns the next window with the rows of `share`; after the last window, the position at the end of the input.
+        """Returns the next window, with this process's rows, `share`. After the last window, returns the input's end position.
 
         Raises:
           UserError: a source can't be read or has a bad record, or all sources are empty.
@@ -215,12 +215,12 @@ class WindowMaker:
         return window
 
     def _schedule_by(self, begins: Sequence[int]) -> Schedule:
-        """Returns the schedule with the shares that are in effect now. `begins`: see `ChangingShare.so_far`."""
+        """Makes a schedule with the shares that apply now. `begins`: see `ChangingShare.so_far`."""
         shares = [share.so_far(begins) if isinstance(share, ChangingShare) else share for share in self._shares]
         return Schedule(shares, [self._weighed(one) for one in self._cursors])
 
     def _next_documents(self) -> tuple[list[_PendingDocument], bool]:
-        """Returns the documents of the next window, and True if they are the last documents of the input."""
+        """Returns the documents of the next window, and whether they are the last documents of the input."""
         rows = [self._settings.window_rows, *(row - self._begin.rows for row in self._changes)]
         wanted = min(count for count in rows if count > 0) * self._settings.seq_len
         pending, self._carried = self._carried, []
@@ -284,7 +284,7 @@ class WindowMaker:
         return Cursor(window, offset, sources, rows, begins)
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowPlan, Cursor]:
-        """Cuts the documents into rows, and carries the tokens after the last full row to the next window."""
+        """Cuts the documents into rows, and carries the tokens after the last full row over to the next window."""
         offset, seq_len = self._begin.offset, self._settings.seq_len
         sizes = [one.size for one in pending]
         total = sum(sizes) - offset
@@ -299,7 +299,7 @@ class WindowMaker:
 
 
 def _frame(source: OpenSource, settings: WindowSettings) -> Frame:
-    """Returns the frame of a source's documents: end-of-text and the start token for texts, empty with a processor."""
+    """Returns the tokens to put around a source's documents: the start token and end-of-text; none if it has a processor."""
     if source.documents.processor is not None:
         return Frame()
     end, start = settings.eos_id, settings.start_id
@@ -315,10 +315,10 @@ def make_ahead(maker: WindowMaker, share: Share, name: str, reading: threading.L
       maker: makes the window.
       share: this process's rows of the window.
       name: the input's name.
-      reading: lock that is held while the window is made, because the makers of one input share its sources.
+      reading: lock held while the window is made, because several makers may share the input's sources.
     """
     found: Ahead = concurrent.futures.Future()
-    # Not an executor's: Python waits for those at its end, and this one may be waiting for a disk.
+    # Not an executor's thread: Python waits for such threads when it exits, and this one may be waiting for a disk.
     threading.Thread(target=_make, args=(maker, share, found, reading), name=f"windows-{name}", daemon=True).start()
     return found
 

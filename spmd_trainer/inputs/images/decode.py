@@ -28,12 +28,12 @@ Augment = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 class DecodingError(UserError):
-    """Raised if decoding failed although the image may be good: `augment` failed, or a worker process ended."""
+    """Raised if decoding failed although the image may be good: `augment` failed, or a worker process died."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomResizedCrop:
-    """Takes a random crop of an image and scales it, as Inception and torchvision's class of this name do.
+    """Takes a random crop of an image and scales it, like Inception's preprocessing and torchvision's `RandomResizedCrop`.
 
     Attributes:
       scale: lower and upper bound of the crop's area, as fractions of the image's area.
@@ -71,12 +71,13 @@ class Decoder:
     """Decodes JPEG, PNG, GIF (first frame) and BMP images.
 
     Attributes:
-      shape: height, width and channels of the result: 1 channel is grey, 3 are RGB and 4 RGBA.
+      shape: height, width and channels of the result: 1 channel is gray, 3 are RGB and 4 RGBA.
       resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
         refuse images of another shape. `RandomResizedCrop`: scale a random part.
       flip: probability of a horizontal flip.
-      augment: a function (image uint8 `shape`, numpy Generator) -> image uint8 `shape`, called last.
-      seed: seed of all random choices for an image, together with the image's index.
+      augment: function that takes the decoded image (uint8 `shape`) and a numpy Generator, and returns an image of the same
+        shape and dtype; called last.
+      seed: it and an image's index determine all random choices for the image.
     """
 
     shape: tuple[int, int, int]
@@ -90,7 +91,7 @@ class Decoder:
 
         Args:
           content: bytes of the file.
-          index: index of the image in the order of images; it seeds the random choices.
+          index: index of the image in the input's order of images. The random choices depend on it.
 
         Raises:
           DecodingError: `augment` raised an error, or its result isn't an image uint8 `shape`.
@@ -142,7 +143,7 @@ class Decoder:
 
 
 def uniform(bits: np.random.BitGenerator) -> float:
-    """Draws a float from [0, 1), the same with any numpy version: the raw bits of a BitGenerator never change."""
+    """Draws a float from [0, 1). All numpy versions give the same result, because a BitGenerator's raw bits never change."""
     return float(int(bits.random_raw()) >> 11) / 2**53
 
 

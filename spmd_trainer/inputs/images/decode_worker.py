@@ -26,7 +26,7 @@ _INDEX_BYTES = 8
 
 
 class DecodeWorkers:
-    """Worker processes that decode images. A process is started by its first image, and again by its next image if it dies."""
+    """Worker processes that decode images. A process is started at its first image, and again at the next one if it died."""
 
     def __init__(self, count: int, decoder: Decoder):
         """Prepares `count` processes. Raises UserError if `augment` can't be sent to them."""
@@ -52,7 +52,8 @@ class DecodeWorkers:
     def decode(self, content: bytes, index: int) -> np.ndarray:
         """Decodes an image as `Decoder.decode` does, with the same errors. Thread-safe.
 
-        Also raises DecodingError if the process dies, and then for all images with a higher index, until `revive` is called.
+        Also raises DecodingError if the process dies, and from then on for each image with a higher index, until `revive` is
+        called.
         """
         worker = self._idle.get()
         try:
@@ -79,7 +80,7 @@ def _stop(workers: Sequence[WorkerProcess]) -> None:
 
 
 def main(pipe: Connection) -> None:
-    """Runs the worker process: decodes the images that the trainer sends, until the trainer closes the pipe or ends."""
+    """Runs the worker process: decodes the images that the trainer sends, until the trainer closes the pipe or exits."""
     tf = import_tensorflow()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)

@@ -32,7 +32,7 @@ _HELD = 2
 
 
 class ParquetImages(ParquetFiles, ImageSource):
-    """Source of images in Parquet files. A chunk is a row group, read as a whole. Shuffling mixes rows only within a chunk."""
+    """Source of images in Parquet files. Each row group is a chunk, and is read as a whole. Rows are shuffled within chunks."""
 
     def __init__(self, paths: FilesOrPaths, column: str | None = None, label: str | None = None):
         """Reads the files' footers. `column` and `label` are as in `Images`. Raises the errors of `ParquetFiles`."""
@@ -89,8 +89,6 @@ _MISSING = -1
 
 
 class _Member(NamedTuple):
-    """Byte offset and size of a tar member's content."""
-
     begin: int
     size: int
 
@@ -99,7 +97,7 @@ _NONE = _Member(0, _MISSING)
 
 
 class TarImages(ImageSource):
-    """Source of images in the samples of uncompressed tar files. A chunk is a file."""
+    """Source of images in the samples of uncompressed tar files. Each file is a chunk."""
 
     kind = "tar"
     random_access = True
@@ -108,7 +106,7 @@ class TarImages(ImageSource):
         """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.
 
         Raises:
-          UserError: a file can't be read, is compressed or damaged, or has a sample with several images; the message names it.
+          UserError: a file is unreadable, compressed or damaged, or has a sample with several images; the message names the file.
         """
         super().__init__(paths)
         self._images = _EXTENSIONS if column is None else tuple(part.strip() for part in column.split(","))

@@ -1,8 +1,8 @@
-"""Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs the extra `grain`.
+"""Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs `spmd-trainer[grain]`.
 
-Batch n is a function of n and the settings, as in every `IndexedInput`. The number of images in each chunk (a row group of a
-Parquet file, or a tar shard) is known from the start. The input can therefore compute which image is at an index of the order
-without reading files, even for a mixture of shuffled sources. Random augmentations of an image depend only on the seed and the
+Batch n depends only on n and the settings, as in every `IndexedInput`. The number of images in each chunk (a row group of a
+Parquet file, or a tar shard) is known from the start. So the input can compute, without reading files, which image has a given
+index in the order, even for a mixture of shuffled sources. Random augmentations of an image depend only on the seed and the
 image's index in the order. A saved position is one integer, valid for any number of processes and any batch size. Each process
 reads and decodes only the images of its own rows.
 """
@@ -95,20 +95,21 @@ class ImageInput(examples.ExamplesInput):
 
     Attributes:
       source: `Images`, or a `Mixture` of them whose weights are shares of the number of images.
-      shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
+      shape: height, width and channels of an image: 1 channel is gray, 3 are RGB and 4 RGBA.
       resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
-        an image of another shape is bad. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
+        refuse images of another shape as bad records. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
       flip: for training: probability of a horizontal flip.
-      augment: for training: a function (image uint8 [height, width, channels], numpy Generator) -> image of the same shape and
-        dtype, called last. What it draws from the generator depends only on the seed and the image's index in the order. When a
-        saved position is restored, only the function's name is checked.
+      augment: for training: function that takes an image (uint8 `shape`) and a numpy Generator, and returns an image of the same
+        shape and dtype; called last. The generator's seed depends only on the input's seed and the image's index in the order.
+        A saved position stores only the function's name, to check that the function is the same.
       classes: names of the classes; a label becomes the index of its name in this list. None: labels are integers, as numbers
         or as text.
-      bad_records: 'raise': an image that can't be decoded or lacks a label raises an error that names its file and its row or
-        member. 'skip': such an image is counted in `skipped` and logged, and its row of the batch is black with label 0 and
-        weight 0; other rows stay the same.
-      threads: number of Grain's threads that read and decode; 0: the thread that makes the batch decodes.
-      workers: number of processes that decode and augment; the threads then only read files. The batches are the same.
+      bad_records: 'raise' stops at an image that can't be decoded or lacks a label, with an error that names its file and its row
+        or member. 'skip' counts such an image in `skipped` and logs it; its row of the batch is black, with label 0 and weight
+        0, and the other rows stay the same.
+      threads: number of Grain threads that read and decode images in advance. 0: the caller's thread reads and decodes.
+      workers: number of processes that decode and augment; the threads then only read files. 0: the threads decode. The
+        batches don't depend on this number.
     """
 
     source: Any = None
@@ -206,7 +207,7 @@ class ImageInput(examples.ExamplesInput):
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
     def _row(self, number: int, index: int) -> _Row:
-        """Reads image `number`, or the last image if there are fewer, and decodes it as the image at `index` of the order."""
+        """Reads image `number` (the last image if `number` is too large), and decodes it as the one at `index` of the order."""
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)

@@ -1,6 +1,6 @@
-"""The order of a mixture's images as a function of the index.
+"""The order of a mixture's images: computes the image at any index.
 
-Chunk sizes are known from the start, so the image at any index is computed without reading files.
+Chunk sizes are known from the start, so this doesn't read files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
-    """Order of one source's images: epochs, each of them shuffled or in order, see `Documents.shuffle`."""
+    """Order of one source's images: epoch after epoch, each either shuffled or in order, see `Documents.shuffle`."""
 
     def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
         """Sets the order.
 
         Args:
           sizes: number of images in each chunk, int64 [chunks].
-          shuffle: 'global': a random order of all images. An integer: shuffled chunks, with shuffled windows of this many
-            images in each. 'auto': the same with windows of `order.AUTO_WINDOW` images. None: in order.
+          shuffle: 'global': a random order of all images. An integer: a random order of the chunks, whose images are shuffled
+            within windows of this many images. 'auto': windows of `order.AUTO_WINDOW` images. None: in order.
           seed: 0 or more.
         """
         self.size = int(sizes.sum())
@@ -37,7 +37,7 @@ class SourceOrder:
         self._chunks = functools.lru_cache(maxsize=2)(self._chunks_of_epoch)
 
     def images(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the numbers, int64 [n], of the images at `indices` of the order, int64 [n]."""
+        """Returns the numbers of the images that have the given indices in the order. Both arrays are int64 [n]."""
         epochs, within = np.divmod(indices, self.size)
         if self._shuffle is None:
             return within
@@ -66,7 +66,7 @@ class SourceOrder:
         return found
 
     def _chunks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns an epoch's non-empty chunks in order, and for each chunk the index in the epoch of its first image."""
+        """Returns an epoch's non-empty chunks in order, and for each chunk the index of its first image within the epoch."""
         chunks = order.permutation(len(self._sizes), self._seed, epoch)(np.arange(len(self._sizes)))
         chunks = chunks[self._sizes[chunks] > 0]
         sizes = self._sizes[chunks]
@@ -76,8 +76,8 @@ class SourceOrder:
 class ImageOrder:
     """Order of the images of all sources. Images are numbered across all sources.
 
-    The next image always comes from the source furthest behind its share, as in `mixture.Schedule`: source j gives its image k
-    when k / share[j] is the smallest. Bisection can therefore find the number of images that each source gives before an index.
+    The next image always comes from the source that is furthest behind its share, as in `mixture.Schedule`: images are ordered
+    by k / share[j] for image k of source j. So bisection can find the number of images that each source gives before an index.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ImageOrder:
         self.num_examples = None if self.endless else self._length(stopping_strategy)
 
     def examples(self, first: int, count: int) -> np.ndarray:
-        """Returns the image numbers at indices [first, first + count), int64 [count]; `num_images` after the order's end."""
+        """Returns the image numbers, int64 [count], at indices from `first` on. After the order's end they are `num_images`."""
         sources, places = self._places(first, count)
         found = np.full(count, self.num_images, np.int64)
         for source in np.unique(sources[sources >= 0]).tolist():
@@ -117,7 +117,7 @@ class ImageOrder:
         return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for indices from `first` on, the source (-1: after the end) and the index in its order, both int64 [count]."""
+        """For indices from `first` on, returns the source (-1: none) and the index in its order, each int64 [count]."""
         taken = self._taken_before(first)
         schedule = Schedule(self._shares, taken)
         sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
@@ -134,7 +134,7 @@ class ImageOrder:
         return sources, places
 
     def _taken_before(self, index: int) -> list[int]:
-        """Returns the number of images that each source gives before `index`, or before a slightly smaller index."""
+        """Returns the number of images that each source gives before `index`, or before an index slightly below it."""
         low, high = 0.0, 1.0
         while sum(self._taken_at(high)) <= index and (self.endless or high < self._last):
             low, high = high, high * 2
@@ -149,7 +149,7 @@ class ImageOrder:
         return max(limit / share for limit, share in zip(self._limits, self._shares, strict=True) if limit is not None)
 
     def _taken_at(self, time: float) -> list[int]:
-        """Returns, for each source, the number of images k with k / share below `time`, at most the source's limit."""
+        """Returns, for each source, the number of its images k with k / share below `time`, up to the end of its last epoch."""
         return [
             _count(time, share) if limit is None else min(limit, _count(time, share))
             for share, limit in zip(self._shares, self._limits, strict=True)

@@ -25,8 +25,8 @@ class Images(Documents):
       label: Parquet: name of the column with the labels. Tar: extension of the member that holds the label as text; 'json.a'
         is key a of the object in the member 'json'. None: no labels.
       kind: 'parquet' or 'tar'; None detects it from the files' names and first bytes.
-      shuffle: as in `Documents`. Tar shards can be shuffled globally, as images are read by number. Parquet files are read by
-        row group: row groups are shuffled, and windows of rows in each; 'auto' uses windows of 10,000 rows.
+      shuffle: as in `Documents`. 'global' needs tar shards, whose images are read by number. For Parquet files, an integer or
+        'auto' (10,000) gives a random order of the row groups, whose rows are shuffled within windows of this many rows.
     """
 
     column: Any = None

@@ -94,7 +94,7 @@ def get_step_from_checkpoint_asset(checkpoint_dir: epath.PathLike) -> int:
     """Returns the step number in the name of a step's directory.
 
     Raises:
-      ValueError: the name is not that of a step's directory.
+      ValueError: the path's name is not the name of a step's directory.
     """
     name = epath.Path(checkpoint_dir).name
     if not is_checkpoint_asset(name):

@@ -1,4 +1,4 @@
-"""Pax's `parameterized_experiment`: an experiment made of configs instead of methods."""
+"""Pax's `parameterized_experiment`: an experiment whose task and inputs are arguments (configs), not methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError
 
 
 class ParameterizedExperiment(base_experiment.BaseExperiment):
-    """An experiment made of configs instead of methods.
+    """An experiment whose task and inputs are given as arguments (configs), instead of being defined by methods.
 
     experiment = ParameterizedExperiment(task=task_p, train_datasets=[train_p], eval_datasets=[eval_p])
     spmd_trainer.train(experiment, "runs/mine")
@@ -30,19 +30,19 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         training_dataset: InputConfig | None = None,
         decoder_datasets: Sequence[InputConfig] = (),
     ):
-        """Stores the configs, and checks that the `is_training` of each input fits its use.
+        """Stores the configs, and checks that `is_training` is True for training inputs and False for all others.
 
         Args:
           task: config of the task.
           train_datasets: configs of the training inputs, with `is_training=True`.
           eval_datasets: configs of the evaluation inputs.
           decode_datasets: configs of the inputs to decode.
-          input_specs_provider: config of a provider of a batch's shapes and dtypes; None: use those of the training input.
-          training_dataset: Pax's older name; added to `train_datasets`.
-          decoder_datasets: Pax's older name; added to `decode_datasets`.
+          input_specs_provider: config of a provider of a batch's shapes and dtypes; None to use those of the training input.
+          training_dataset: older argument of Pax for one training input, which is added to `train_datasets`.
+          decoder_datasets: older argument of Pax for inputs to decode, which are added to `decode_datasets`.
 
         Raises:
-          UserError: an input's `is_training` doesn't fit its use.
+          UserError: an input has the wrong `is_training`.
         """
         self._task = task
         self._train_datasets = [*train_datasets, *([] if training_dataset is None else [training_dataset])]
@@ -74,7 +74,7 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         return self._decode_datasets
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
-        """Returns the given `input_specs_provider`; without one, a config that takes the specs from the training input."""
+        """Returns `input_specs_provider` if it was given, otherwise a config that takes the specs from the training input."""
         return self._input_specs_provider or super().get_input_specs_provider_params()
 
 

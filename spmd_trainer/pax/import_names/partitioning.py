@@ -55,11 +55,11 @@ def partition_spmd_model(
     """Returns the initial state, train step and eval step for a custom training loop, on the mesh that the model declares.
 
         state, state_specs, input_specs, train_step, eval_step, num_params = partition_spmd_model(task_p, key, shapes)
-        for batch in batches:  # numpy arrays with this process's rows, or global arrays split as in input_specs
+        for batch in batches:  # numpy arrays with this process's rows, or global arrays sharded as in input_specs
             state, loss, metrics, per_example_out, summaries = train_step(state, key, batch)
 
     Args:
-      task_p: config of a SingleTask, or a built one.
+      task_p: a SingleTask or its config.
       init_key: PRNG key for the initial variables.
       inputs_shape: ShapeDtypeStructs of the global batch.
 
@@ -67,14 +67,14 @@ def partition_spmd_model(
       partitioned_train_state: the initial TrainState, padded and sharded.
       train_state_partition_specs: the PartitionSpecs of that state, in a tree with the same structure.
       inputs_partition_spec: PartitionSpecs of the inputs.
-      train_step: (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors).
-        `state` is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)};
-        summary_tensors also holds the model's clu metrics, which can be merged over batches.
+      train_step: (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors). `state`
+        is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)}; summary_tensors
+        also holds the model's clu metrics, which can be merged over batches.
       eval_step: (mdl_vars, prng_key, step, inputs) -> the results of `train_step` without the state.
       total_num_params: number of elements of the trainable variables, without padding.
 
     Raises:
-      ValueError: the mesh, the split mappings, the variables and the devices don't fit each other.
+      ValueError: the model's mesh doesn't fit the devices, or its split mappings don't fit its mesh or variables.
     """
     partitioner = PjitPartitioner()
     partitioner.setup(build_task(task_p), inputs_shape)
@@ -115,7 +115,7 @@ def get_partitioned_spmd_model_decode_fn(
       inputs_partition_spec: PartitionSpecs of the inputs.
 
     Raises:
-      ValueError: the state's layout is not the one that the model declares. The message names the first variable that differs.
+      ValueError: the state is not laid out as the model declares it. The message names the first variable that differs.
     """
     del init_key
     partitioner = PjitPartitioner()

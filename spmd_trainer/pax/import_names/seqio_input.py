@@ -65,12 +65,12 @@ def get_eval_hparams_for_seqio(
       metric_type: SCORE for an experiment's `datasets()`; PREDICT for its `decode_datasets()`, whose rows hold only inputs.
       split_name: the split, or a function from a task's name to its split.
       feature_converter: a feature converter or its config; None for `LanguageModelFeatures` without packing.
-      num_infeed_hosts: number of processes; 0: set by the trainer.
+      num_infeed_hosts: number of processes; 0 to let the trainer set it.
       use_cached, shuffle, eval_loop_num_batches, repeat, reset_for_eval: see `SeqIOInput`.
-      require_metric_fns: leave out tasks that declare no metrics of `metric_type`.
-      eval_metrics_retain_task_features: with SCORE, use the lengths of all features, not only of 'inputs' and 'targets'.
-      check_split_exists: leave out tasks without this split.
-      pass_entire_feature_lengths: also use the lengths of features other than 'inputs' and 'targets'.
+      require_metric_fns: leave out tasks that declare no metrics of the kind `metric_type`.
+      eval_metrics_retain_task_features: with SCORE, keep the lengths of all features, not only of 'inputs' and 'targets'.
+      check_split_exists: leave out tasks that don't have the split `split_name`.
+      pass_entire_feature_lengths: also keep the lengths of features other than 'inputs' and 'targets', with any `metric_type`.
     """
     seqio = import_seqio("get_eval_hparams_for_seqio")
     whole = task_or_mixture_name

@@ -97,12 +97,12 @@ def initialize_model_state(
       inputs_shape_dtype: a batch, or the ShapeDtypeStructs of a batch.
       discard_opt_states: True to leave the optimizer states out.
       do_init_checkpoint_rules: False accepts a task with `init_from_checkpoint_rules`, without applying them.
-      is_eval: not used; `task.train.always_use_train_for_model_init` decides.
+      is_eval: not used, because `task.train.always_use_train_for_model_init` decides.
       checkpoint_type: not used, because no checkpoint is read.
       var_weight_hparams: not used, because the model declares the WeightHParams of its variables.
 
     Returns:
-      The state, and None where Pax returns the origin of each variable.
+      (state, None). In place of None, Pax returns the origin of each variable.
 
     Raises:
       UserError: the task has `init_from_checkpoint_rules`, which only a training run applies.
@@ -122,7 +122,7 @@ def initialize_model_state(
 
 
 def replicate_model_state(model_states: TrainState) -> TrainState:
-    """Returns the state with a copy of every array for each local device, as `jax.pmap` takes it: [devices, ...]."""
+    """Returns the state with a copy of each array on each local device, in the form that `jax.pmap` takes: [devices, ...]."""
     devices = jax.local_devices()
     sharding = NamedSharding(Mesh(np.array(devices), ("batch",)), PartitionSpec("batch"))
 
@@ -154,17 +154,17 @@ def train_step_single_learner(
     apply_fn: Any = None,
     expose_updated_nontrainables_to_learner: bool = True,
 ) -> tuple[TrainState, StepFnOutput]:
-    """Runs one training step. Returns the state after n + 1 steps, and the step's outputs.
+    """Runs one training step. Returns the state after this step, and the step's outputs.
 
     Under `jax.pmap` with the axis name 'batch', gradients and metrics are reduced over the devices.
 
     Args:
       jax_task: the built task.
-      states: the state after n steps.
-      prng_key: the run's PRNG key; the step number is folded in. Under pmap, each device has its own key.
+      states: the state before this step.
+      prng_key: the run's PRNG key, into which the step number is folded. Under pmap, each device has its own key.
       inputs: the batch; under pmap, this device's rows.
-      fprop_dtype: not used: the model's `fprop_dtype` decides.
-      var_weight_hparams: WeightHParams of the variables; None: obtained from the model by tracing it.
+      fprop_dtype: not used, because the model's `fprop_dtype` decides.
+      var_weight_hparams: WeightHParams of the variables. If None, they are obtained by tracing the model.
       static_args: not used.
       grad_fn: must be None.
       apply_fn: must be None.
@@ -192,7 +192,7 @@ def eval_step_single_learner(
     var_weight_hparams: NestedWeightHParams | None = None,
     static_args: BaseStepFnStaticArgs | None = None,
 ) -> tuple[None, StepFnOutput]:
-    """Evaluates one batch. Returns None for the state, and the outputs. Arguments as in `train_step_single_learner`."""
+    """Evaluates one batch. Returns (None, outputs). The arguments are those of `train_step_single_learner`."""
     del fprop_dtype, static_args
     layout = _layout(jax_task, inputs, var_weight_hparams)
     return step_fns.eval_step(layout, states, prng_key, inputs, _under_pmap(_pmap_evaluate, layout))
@@ -207,7 +207,7 @@ def decode_step(
     fprop_dtype: Any = jnp.float32,
     prng_key_fold_with_global_step: bool = True,
 ) -> tuple[None, StepFnOutput]:
-    """Decodes a batch with `model.decode`; folds the step number into the key. Arguments as in `train_step_single_learner`."""
+    """Decodes a batch with `model.decode`. Returns (None, outputs). See `train_step_single_learner` for the arguments."""
     del fprop_dtype
     if not prng_key_fold_with_global_step:
         raise UserError("decode_step always folds the step into the key; give another key for other random numbers")
@@ -247,7 +247,7 @@ def _pmap_evaluate(
 
 
 def _over_devices(task: SingleTask, output: StepFnOutput, inputs: NestedJTensor) -> StepFnOutput:
-    """Returns the output with means over all devices, and with the per-example outputs of all devices' rows."""
+    """Returns a step's outputs, with means over all devices, and with the per-example outputs of all devices' rows."""
     outputs, rows = minibatches.Outputs(str(task.learner.loss_name)), jax.tree.leaves(inputs)[0].shape[0]
     sums, by_row = outputs.take(output, jnp.ones(()), rows)
     by_row = jax.lax.all_gather(by_row, PMAP_PARALLEL_AXIS_NAME, tiled=True)

@@ -1,4 +1,4 @@
-"""Summary of a `CorpusInput` for `--mode=data`: reading rate, filled positions and shares of sources, from its first batches.
+"""Summary of a `CorpusInput`'s first batches, for `--mode=data`: reading rate, share of filled positions, sources' shares.
 
 Inputs of conversations and of preference pairs are `CorpusInput`s too. The summary is printed; `data.html` is a self-contained
 page of all corpora of an experiment.
@@ -84,7 +84,7 @@ def measure(source: CorpusInput) -> CorpusSummary:
     """Measures an input from its beginning, for at most 200 batches or 10 seconds, and resets it to its beginning.
 
     Raises:
-      UserError: a source can't be read, or has a bad record that the input's settings make an error.
+      UserError: a source can't be read, or has a bad record and the input's settings treat bad records as errors.
     """
     source.reset()
     lengths, fills = np.zeros(_BUCKETS, np.int64), np.zeros(101, np.int64)
@@ -230,7 +230,7 @@ def _sources(found: CorpusSummary) -> str:
 
 
 def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
-    """Returns the HTML of a histogram with (label, count) bars, and with a text of all bars for screen readers."""
+    """Returns the HTML of a histogram with (label, count) `bars`, and a text for screen readers. `what`: unit of the counts."""
     most = max((count for _, count in bars), default=0) or 1
     every = -(-len(bars) // _MOST_TICKS)
     spoken = ", ".join(f"{label}: {count:,}" for label, count in bars)

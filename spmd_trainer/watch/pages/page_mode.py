@@ -34,7 +34,7 @@ def show(request: PageConfig) -> None:
     """Writes a page and prints its path. With `request.follow`, serves the page until Ctrl-C instead, and prints its address.
 
     Raises:
-      UserError: a directory holds no run, the page can't be written, or the port can't be used.
+      UserError: a directory doesn't contain a run, the page can't be written, or the port can't be used.
     """
     directories = _directories(request)
     if request.follow:

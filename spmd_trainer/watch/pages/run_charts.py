@@ -38,7 +38,7 @@ class Curve:
       name: the scalar's name in this directory.
       title: the curve's title on the page.
       unit: how the curve's values are formatted: '', 'share' or 'bytes'.
-      is_main: True if it is among the curves that are shown first.
+      is_main: True if the curve is among those that are shown first.
     """
 
     folder: str
@@ -106,14 +106,14 @@ def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
 
 
 def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number) pairs: the number of invalid steps after the previous summary, up to the summary at this step.
+    """Returns a pair (step of a summary, number of invalid steps since the previous summary) for each summary that has any.
 
     A step is invalid if its loss or gradient is NaN or infinite, or if the learner skipped it. If there are very many pairs,
-    neighbouring pairs are added together.
+    neighboring pairs are merged and their numbers added.
 
     Args:
       run: the run's scalars.
-      restarts: for each start of the run except the first, in order, the step of the state with which it began.
+      restarts: for each restart of the run, in order, the step of the state with which it began.
     """
     found = _counted(run, "invalid_steps", restarts)
     if TRAIN in run.files:
@@ -124,12 +124,12 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
 
 
 def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the numbers of loss spikes as (step, number) pairs. Arguments and pairs as for `invalid_steps`."""
+    """Returns the numbers of loss spikes in the same form as `invalid_steps`, which has the same arguments."""
     return _marks(_counted(run, "loss_spikes", restarts))
 
 
 def expert_load(run: RunScalars) -> list[Record]:
-    """Returns a record ('layer', 'shares') of each layer's expert load at the last step with summaries; [] without experts.
+    """Returns, for each layer with experts, {'layer': name, 'shares': each expert's share of the load at the last summary}.
 
     Raises:
       ValueError: a value in the summaries is not a share between 0 and 1.
@@ -145,17 +145,17 @@ def expert_load(run: RunScalars) -> list[Record]:
 
 
 def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:
-    """Returns {step: increase} of a scalar that each start of the run counts from 0. `restarts`: as for `invalid_steps`."""
+    """Returns {step: increase} for a scalar that counts from 0 after each restart. `restarts`: as for `invalid_steps`."""
     found: dict[int, int] = {}
     if TRAIN not in run.files:
         return found
     steps, counts = run.files[TRAIN].series(name)
-    # A later start repeats all steps after the state with which it began, so a restart beyond that state no longer counts.
+    # A later launch repeats all steps after the state with which it began, so a restart beyond that state no longer counts.
     begins = np.unique(list(itertools.accumulate(reversed(restarts), min)))
     starts = np.searchsorted(begins, steps)
     before, start = 0.0, 0
     for step, count, of_start in zip(steps.tolist(), counts.tolist(), starts.tolist(), strict=True):
-        # Each start of a run counts from 0.
+        # Each launch of a run counts from 0.
         new = count - before if of_start == start and count >= before else count
         if new > 0:
             found[int(step)] = int(new)
@@ -164,7 +164,7 @@ def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, i
 
 
 def _marks(found: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the (step, number) pairs by step. If there are very many, neighbouring pairs are added together."""
+    """Returns the (step, number) pairs by step. If there are very many, merges neighboring pairs and adds their numbers."""
     marks = sorted(found.items())
     width = -(-len(marks) // _MOST_MARKS) or 1
     return [

@@ -1,4 +1,4 @@
-"""The head of a run's page: the run's status, its last numbers, its devices and its versions."""
+"""The top of a run's page: the run's status, newest metrics, devices and package versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SILENT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Data read from a run's files: {path: value} of its resolved config, the content of `run.json`, its times and scalars."""
+    """Data read from a run's files: resolved config ({path: value}), the content of `run.json` (`about`), times and scalars."""
 
     settings: Mapping[str, str]
     about: Mapping[str, Any]
@@ -72,7 +72,7 @@ def _silence(last: StartTimes) -> str:
 
 
 def facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (title, value, note, tone) of the numbers at the head of the page."""
+    """Yields (title, value, note, tone) for each number at the top of the page."""
     of = f"of {found.num_steps:,}" if found.num_steps is not None else ""
     yield "Step", f"{found.step:,}", of, _state(found)[2]
     loss = found.last(TRAIN, "loss")

@@ -37,7 +37,7 @@ def page_text(data: Record, *, follow: bool = False) -> str:
 
     Args:
       data: see `PageData.read`.
-      follow: True if the page shall ask its server for newer data, at the relative address 'data.json'.
+      follow: if True, the page requests newer data from its server, at the relative address 'data.json'.
     """
     return page.document(
         ", ".join(run["name"] for run in data["runs"]),
@@ -76,7 +76,7 @@ class PageData:
 
 
 def names_of(paths: Sequence[epath.Path]) -> list[str]:
-    """Returns a name for each path: its last components, as many as are needed to tell all paths apart."""
+    """Returns a unique name for each path: its last components, as few as possible, but equally many for all paths."""
     parts = [os.fspath(path).rstrip("/").split("/") for path in paths]
     for length in range(1, max(len(one) for one in parts)):
         names = ["/".join(one[-length:]) for one in parts]
@@ -88,8 +88,8 @@ def names_of(paths: Sequence[epath.Path]) -> list[str]:
 def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
     """Returns the settings that differ between runs, with the value of each run. Runs without settings are not compared.
 
-    If some runs lack a whole part of the experiment, e.g. a dataset, not all settings of the part are listed, but only its class
-    and the settings that differ among the runs that have the part.
+    If some runs lack a whole component of the experiment, e.g. a dataset, only two things are listed: the component's class, and
+    those of its settings that differ among the runs that have the component.
     """
     known = [one for one in settings if one]
     paths = sorted({path for one in known for path in one})
@@ -107,7 +107,7 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
 
 
 def _is_of_missing_part(path: str, known: Sequence[Mapping[str, str]]) -> bool:
-    """Returns True if runs lack the setting `path` only because they lack a part that contains it, and the others agree on it."""
+    """Returns True if the runs that lack `path` lack a whole component that contains it, and the others have equal values."""
     names = path.split(".")
     parts = [".".join(names[:length]) for length in range(1, len(names))]
     agree = len({one[path] for one in known if path in one}) == 1

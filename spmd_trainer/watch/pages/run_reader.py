@@ -26,7 +26,7 @@ _MOST_DEVICES = 512
 
 
 class RunReader:
-    """Reads the data that a page shows about one run. A repeated `read` reads only what has changed.
+    """Reads the data that a page shows about one run. Later calls of `read` read only files that have changed.
 
     Attributes:
       settings: {path: value} of the run's `config.txt`.
@@ -41,7 +41,7 @@ class RunReader:
         self._kept: dict[str, tuple[object, Any]] = {}
 
     def is_run(self) -> bool:
-        """Returns True if the directory holds files of a run."""
+        """Returns True if the directory contains files of a run."""
         return run_files.has_run(self.path) or any(
             (self.path / name).exists() for name in (run_files.CONFIG_FILE, "summaries")
         )
@@ -79,7 +79,7 @@ class RunReader:
         }
 
     def _changes(self) -> Record:
-        """Returns the settings that have changed between starts of the run, the newest changes first."""
+        """Returns the settings that have changed when the run was restarted, newest changes first."""
         rows: list[Record] = []
         with self._noting(run_files.CONFIG_FILE):
             earlier = sorted(path.name for path in self.path.iterdir() if run_files.EARLIER_CONFIG.fullmatch(path.name))
@@ -115,7 +115,7 @@ class RunReader:
         return groups
 
     def _entries(self, folder: str, ending: str) -> list[epath.Path]:
-        """Returns the files in a folder with this ending. The parts of a growing file in an object store count as one file."""
+        """Returns the files in a folder with this suffix. A growing file that an object store keeps as parts is listed once."""
         names = [path.name for path in entries(self.path / folder)]
         whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
         return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
@@ -126,7 +126,7 @@ class RunReader:
         return self._noted(name, lambda: self._of_file(path, lambda path: parse(reading.read(str(path)).decode())))
 
     def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
-        """Returns `read(path)`, or the earlier result if the file has not changed since. Always reads remote files."""
+        """Returns `read(path)`. If a local file hasn't changed since the previous call, returns the previous result."""
         if is_remote(path):
             return read(path)
         stat = path.stat()

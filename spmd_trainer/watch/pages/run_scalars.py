@@ -1,4 +1,4 @@
-"""Reads the scalars of a run from its `summaries/*/metrics.jsonl`, repeatedly while the run writes, and thins them."""
+"""Reads a run's scalars from its `summaries/*/metrics.jsonl`, repeatedly during training, and thins long curves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ScalarsFile:
     """The scalars of one `metrics.jsonl`, kept as columns.
 
     Attributes:
-      notes: {name: text} of the file's last record that has texts.
+      notes: {name: text} from the last record in the file that has any texts.
       bad_lines: number of lines that could not be read.
-      back: for each restart from an earlier step, the first step that the file has after the restart.
+      back: the first step in the file after each restart from an earlier step.
     """
 
     def __init__(self, path: epath.Path):
@@ -67,8 +67,8 @@ class ScalarsFile:
     def series(self, name: str) -> tuple[Floats, Floats]:
         """Returns the steps and values of a scalar as two float64 arrays [points], by increasing step.
 
-        For a step that was written several times, returns the last value. In the training summaries, leaves out what an earlier
-        start of the run wrote after the step from which a later start continued.
+        For a step that was written several times, returns the last value. In the training summaries, leaves out values that were
+        written before a restart, for steps after the one from which the restarted run continued.
         """
         empty = np.empty(0)
         if name not in self._values:
@@ -122,7 +122,7 @@ class ScalarsFile:
 
 
 class RunScalars:
-    """The scalars of a run, by their directory below `summaries`."""
+    """The scalars of a run. `files`: {name of a directory below `summaries`: its `ScalarsFile`}."""
 
     def __init__(self, job_log_dir: epath.Path):
         self._root = job_log_dir / "summaries"
@@ -152,9 +152,9 @@ def entries(directory: epath.Path) -> list[epath.Path]:
 
 
 def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """Thins a long curve: keeps the lowest, the highest and the first non-finite point of each bucket of neighbouring points.
+    """Thins a long curve: keeps the lowest, the highest and the first non-finite point of each bucket of neighboring points.
 
-    Spikes stay visible, and the first and the last point are kept. A curve of at most `2 * buckets` points is returned whole.
+    Spikes stay visible, and the first and the last point are kept. Does not thin curves of at most `2 * buckets` points.
 
     Args:
       steps: float64 [points].
@@ -181,7 +181,7 @@ def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
 
 
 def rounded(values: Floats) -> list[float | None]:
-    """Returns values for JSON: None if not finite, else rounded to what a plot can show, except for the first and last value."""
+    """Returns values for JSON. NaN and infinity become None. Others, except the first and last, are rounded for a plot."""
     finite = values[np.isfinite(values)]
     digits = _digits(finite) if finite.size else 6
     found = [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
@@ -191,7 +191,7 @@ def rounded(values: Floats) -> list[float | None]:
 
 
 def _digits(values: Floats) -> int:
-    """Returns how many significant digits (6 to 17) are needed to resolve 1/100,000 of the values' range."""
+    """Returns the number of significant digits (6 to 17) that can express differences of 1/100,000 of the values' range."""
     with np.errstate(over="ignore"):
         largest, extent = float(np.abs(values).max()), float(np.ptp(values))
     if not extent or not math.isfinite(extent):
@@ -200,5 +200,5 @@ def _digits(values: Floats) -> int:
 
 
 def differences(steps: Sequence[int]) -> list[int]:
-    """Returns the first step, then each step minus the previous one: shorter as text than the steps themselves."""
+    """Returns the first step, then each step minus the previous one. As text, these numbers are shorter than the steps."""
     return [step - before for before, step in zip([0, *steps], steps, strict=False)]

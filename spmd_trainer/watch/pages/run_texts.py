@@ -1,4 +1,4 @@
-"""The texts that a run's page shows: warnings and errors of its logs, each kind once, and decoded examples."""
+"""The texts that a run's page shows: decoded examples, and the warnings and errors in the run's logs, each kind once."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -
 
     Args:
       found: the warnings; see `read_warnings`.
-      kinds: {key: record of a kind of warnings: its first text, how often it was logged, and the first and last time}. Changed
-        in place.
+      kinds: {key: record of a kind of warning, with its first text, its count, and the first and last time}. Changed in place.
     """
     for time, level, where, text in found:
         key = (level, where.partition(":")[0], _NUMBERS.sub("#", text))

@@ -1,4 +1,4 @@
-"""`--mode=data`: prints the first rows of each dataset, and colours the labels that count in the loss."""
+"""`--mode=data`: prints the first rows of each dataset, and colors the labels that count in the loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Row:
 
     @property
     def size(self) -> int:
-        """Number of labels without padding."""
+        """Number of labels that aren't padding."""
         return int(np.count_nonzero(self.segments))
 
     @property
@@ -62,12 +62,12 @@ class Style:
     """Marks labels that count in the loss, and headings. Makes control characters of the text visible instead of active."""
 
     def __init__(self, *, colours: bool):
-        """Chooses the marks: terminal colours, or brackets."""
+        """Uses terminal colors as marks if `colours` is True, otherwise brackets."""
         self._counted = (_COUNTED, _PLAIN) if colours else _BRACKETS
         self._heading = (_HEADING, _PLAIN) if colours else ("", "")
 
     def counted(self, text: str) -> str:
-        """Returns `text`, the text of labels that count in the loss, with its mark."""
+        """Returns `text` with the mark of labels that count in the loss."""
         return terminal.visible(text).join(self._counted)
 
     def heading(self, text: str) -> str:
@@ -86,7 +86,7 @@ def build_job(config: RunConfig) -> Job:
 
 
 def show_data(job: Job) -> None:
-    """Prints the first rows of the job's training and evaluation datasets. Only process 0 prints, and prints its own rows.
+    """Prints the first rows of the job's training and evaluation datasets. Process 0 prints its own rows; other processes, none.
 
     If the job has a directory for reports, also writes the measurements of its corpora to `data.html`.
 
@@ -123,7 +123,7 @@ def _datasets(config: RunConfig) -> list[Any]:
 
 
 def _refuse_large(input_p: Any) -> None:
-    """Raises UserError if a dataset's batches would fill the memory or take minutes. Called before the dataset is built."""
+    """Raises UserError if a dataset's batches are so large that reading one could take minutes or exhaust the memory."""
     # An experiment may give a config that computes the rows.
     rows = pax_fiddle.build(getattr(input_p, "batch_size", None))
     width = getattr(input_p, "seq_len", None) or getattr(input_p, "prefix_len", None) or 1
@@ -164,7 +164,7 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
 
 
 def _rows(batch: Any) -> Iterator[_Row]:
-    """Yields the first rows of a language-model batch, or of a preference batch's chosen and rejected answers; else nothing."""
+    """Yields the first rows of a language-model batch, or of a preference batch's answers. Yields nothing for other batches."""
     if "chosen" in batch and "rejected" in batch:
         for answer in ("chosen", "rejected"):
             yield from _rows(batch[answer])
@@ -215,7 +215,7 @@ def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:
 
 
 def _parts(source: Any, ids: np.ndarray, labels: np.ndarray, counted: np.ndarray) -> Iterator[tuple[str, bool]]:
-    """Yields (text, True if it counts in the loss) for a segment's first id, then for runs of labels that all do or all don't."""
+    """Divides a segment's first id and labels into runs that do or don't count in the loss. Yields (text, True if it counts)."""
     tokens = np.append(ids[:1], labels)
     counts = np.append(False, counted)
     ends = [*np.flatnonzero(counts[1:] != counts[:-1]) + 1, len(tokens)]

@@ -1,14 +1,14 @@
-"""Trackers: services and files that keep the history of many runs. Chosen by `--track=wandb,mlflow` or by the
-experiment.
+"""Trackers: services and files that keep the history of many runs. The flag `--track=wandb,mlflow` or the experiment
+chooses them.
 
 base.py         `Tracker`, the interface; `RunFacts`, a run's description; the known trackers by name
-feed.py         one tracker's queue and thread, which keep its errors and delays from the run; `tracking.json`
+feed.py         a tracker's queue and thread, so that its errors and delays don't affect the run; `tracking.json`
 settings.py     a run's config as nested dicts
 samples.py      decoded examples as texts and pictures
-wandb.py, mlflow.py, trackio.py, tensorboard.py   the trackers; each needs the extra of its name, TensorBoard none
+wandb.py, mlflow.py, trackio.py, tensorboard.py   the trackers; all but TensorBoard need the package extra of their name
 
-A new tracker is one file with a class that derives from `Tracker`, and one line in `base.TRACKERS`. The trackers'
-methods import their packages lazily, on their own threads.
+To add a tracker, add one file with a class that derives from `Tracker`, and one line in `base.TRACKERS`. The trackers'
+methods import their packages lazily, on the trackers' own threads.
 """
 
 # Prefix of the names of trackers' threads.

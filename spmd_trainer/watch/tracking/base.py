@@ -1,5 +1,5 @@
-"""`Tracker`: the interface through which a training run reports to a service that keeps the history of runs; and the known
-trackers.
+"""`Tracker`, the interface through which a training run reports to a service that keeps the history of runs, and a table of
+the known trackers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RunFacts:
 
     Attributes:
       name: the run's name; by default, the name of its directory.
-      project: name of a group of runs: a project in W&B, or an experiment in MLflow.
+      project: name of a group of runs, which is called a project in W&B and an experiment in MLflow.
       experiment: the experiment's full registered name.
       settings: the resolved config as nested dicts, and under 'run' the mesh, devices, processes and versions.
       config_text: the same settings as text, one 'path: value' per line.
       job_log_dir: the run's directory.
-      first_step: step of the state with which this start of the run begins.
+      first_step: step of the state with which the run begins, or continues after a restart.
       tags: labels by which the run can be searched for.
       resume_id: the id that `Tracker.open` returned when the run was first tracked; None for a new run.
     """
@@ -56,7 +56,7 @@ class RunFacts:
 
     @property
     def local_dir(self) -> str | None:
-        """The run's directory as a local path; None in an object store."""
+        """The run's directory as a local path; None if it is in an object store."""
         return None if is_remote(self.job_log_dir) else str(self.job_log_dir)
 
 
@@ -66,7 +66,7 @@ class StepScalars:
 
     Attributes:
       step: the training step.
-      values: {'train/loss': value, ...}: the name of the summary, a slash, and the scalar's name in this summary.
+      values: {'SUMMARY/SCALAR': value}, e.g. with the key 'train/loss' for the scalar 'loss' in the summary 'train'.
       time: time of writing, in seconds since 1970.
     """
 
@@ -92,7 +92,7 @@ class Tracker(abc.ABC):
     """Sends one run's history to one service.
 
     All methods except `check` are called on one thread: first `open`, then the others, last `close`. They may block and
-    raise errors, because `feed.Feed` keeps delays and errors from the run. If `open` raises, no other method is called.
+    raise errors, because `feed.Feed` protects the run from both. If `open` raises an error, no other method is called.
 
     Attributes:
       batch: maximum number of `StepScalars` per call of `scalars`.
@@ -108,13 +108,13 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def open(self, facts: RunFacts) -> str:
-        """Begins a run, or continues the run `facts.resume_id`. Returns the id by which a restart continues the run."""
+        """Begins a run, or continues the run with id `facts.resume_id`. Returns the id with which a restart continues it."""
 
     @abc.abstractmethod
     def scalars(self, records: Sequence[StepScalars]) -> None:
         """Records the scalars of 1 to `batch` steps.
 
-        A run that restarts from an older checkpoint repeats steps, so a step may be earlier than those recorded before.
+        A run that restarts from an older checkpoint repeats steps, so a step may be earlier than steps already recorded.
         """
 
     @abc.abstractmethod
@@ -135,7 +135,7 @@ class Tracker(abc.ABC):
 
 
 def check(names: Iterable[str], where: str) -> None:
-    """Checks names of trackers, and that their packages are installed, without importing them.
+    """Checks trackers' names, and that the trackers' packages are installed. Does not import the packages.
 
     Args:
       names: e.g. ['wandb'].

@@ -1,5 +1,5 @@
-"""A tracker's queue and thread, which keep the tracker's errors and delays from the run; and `tracking.json`, which stores
-the run's ids in the trackers, so that a restart continues the same tracked run.
+"""A tracker's queue and thread, so that the tracker's errors and delays don't affect the run; and the file `tracking.json`,
+which stores the run's id in each tracker, so that a restart continues the same tracked run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunIds:
     """The run's ids in the trackers, by tracker name, stored in `tracking.json`."""
 
     def __init__(self, job_log_dir: epath.Path):
-        """Reads the ids of earlier starts of the run."""
+        """Reads the ids that were stored before the run was restarted, if any."""
         self._path = job_log_dir / FILE
         self._ids = self._read()
 
@@ -64,7 +64,7 @@ class RunIds:
 # Maximum number of queued records. A record of 60 scalars takes 8 KB, so a hanging tracker costs at most 40 MB, and a
 # tracker whose server is down for a while catches up on 5000 summaries.
 CAPACITY = 5000
-# How many seconds the end of a run waits for all its trackers together: a minute of an idle machine is cheap compared with
+# How many seconds a run waits at its end for all its trackers together: a minute of an idle machine is cheap compared with
 # lost records, and a server that does not answer for a minute is down. The last checkpoint has been saved before.
 CLOSE_SECONDS = 60.0
 # The wait for a tracker is logged after this many seconds, because most trackers end sooner.
@@ -73,12 +73,12 @@ _SILENT_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a tracker's method, to make on the tracker's thread.
+    """A queued call of a tracker's method. The tracker's thread makes it.
 
     Attributes:
       method: name of the method.
-      records: number of records lost if the call fails.
-      make: makes the call.
+      records: number of records that are lost if the call fails.
+      make: function that makes the call.
     """
 
     method: str
@@ -124,7 +124,7 @@ class Feed:
         self._put(_Call("histograms", 1, lambda: self._tracker.histograms(step, histograms)))
 
     def end(self, status: Status, page: epath.Path | None) -> None:
-        """Queues the run's page, if there is one, and the end of the run without blocking. `join` waits for the tracker."""
+        """Queues the run's page, if there is one, and the run's status. Does not block; `join` waits for the tracker."""
         if page is not None:
             self._given += 1
             self._queue.put(_Call("page", 1, lambda: self._tracker.page(page)))
@@ -177,7 +177,7 @@ class Feed:
                 return
 
     def _more(self, first: StepScalars) -> tuple[list[StepScalars], _Call | None]:
-        """Returns queued scalars, `first` included, up to the tracker's batch size; and the call that ended them, or None."""
+        """Returns `first` and the scalars queued after it, up to the tracker's batch size, and the next queued call or None."""
         records = [first]
         while len(records) < self._tracker.batch:
             try:
@@ -200,7 +200,7 @@ class Feed:
         logging.info("tracker %s: %s", self.name, self._tracker.where or run_id)
 
     def _try(self, call: _Call) -> bool:
-        """Makes a call; returns False if it failed. After a failed `open`, no call is made."""
+        """Makes a call. Returns False if it failed. If `open` failed, other calls aren't made, and count as failed."""
         if call.method != "open" and not self._is_open:
             self._failed[call.method] += call.records
             return False

@@ -3,9 +3,9 @@
 MLFLOW_TRACKING_URI names a server, a database or Databricks. If it is not set, runs go to an SQLite file in
 `JOB_LOG_DIR/mlruns`; `mlflow ui --backend-store-uri sqlite:///...` shows them.
 
-MLflow's names allow only letters, digits and `_-. :/`: 'train_datasets[0].files' is the parameter
-'train_datasets.0.files'. MLflow's parameters are immutable, so a setting that a restart has changed becomes the tag
-'changed/NAME'. The artifact `config.txt` has all settings of the last start of the run under their own names.
+MLflow's names allow only letters, digits and `_-. :/`, so the setting 'train_datasets[0].files' is the parameter
+'train_datasets.0.files'. MLflow's parameters are immutable, so a setting that has changed in a restart becomes the tag
+'changed/NAME'. The artifact `config.txt` has all current settings of the run under their own names.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Adds the rows to the table `samples/DATASET.json`, and logs pictures as images of the step."""
+        """Adds the rows to the table `samples/DATASET.json`, and logs their pictures as images for this step."""
         columns, cells = samples_lib.table(rows, dataset, step)
         data = {"step": [step] * len(rows), **{name: [row[i] for row in cells] for i, name in enumerate(columns)}}
         self._client.log_table(self._run_id, data, f"samples/{_name(dataset)}.json")
@@ -101,7 +101,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run_id, _STATUSES[status])
 
     def _resumed(self, run_id: str | None) -> str | None:
-        """Returns the id of the run to continue, or None if MLflow does not know it."""
+        """Returns the id of the run to continue; None if it is a new run, or MLflow no longer has it."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -157,7 +157,7 @@ class MlflowTracker(Tracker):
 
 
 def _where(facts: RunFacts) -> tuple[str, str | None]:
-    """Returns the tracking URI, and where a new experiment stores its artifacts; None for the server's default."""
+    """Returns the tracking URI, and the artifact location for a new experiment, or None for the server's default location."""
     uri = os.environ.get(URI)
     if uri:
         return uri, None
@@ -167,7 +167,7 @@ def _where(facts: RunFacts) -> tuple[str, str | None]:
 
 
 def _name(name: str) -> str:
-    """Returns a valid MLflow name: '[0]' becomes '.0', other invalid characters become '_', and a long name's end a checksum."""
+    """Returns a valid MLflow name: '[0]' becomes '.0', and other invalid characters '_'. A long name ends in a checksum."""
     known = _UNKNOWN.sub("_", re.sub(r"\[(\d+)\]", r".\1", name))
     return known if len(known) <= _NAME else f"{known[: _NAME - 9]}.{zlib.crc32(known.encode()):08x}"
 

@@ -33,7 +33,7 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 
 
 def markdown(rows: Sequence[Row], dataset: str, step: int) -> str:
-    """Returns the `table` of decoded examples in Markdown, with backticks, bars and line ends escaped."""
+    """Returns the `table` of decoded examples in Markdown, with special characters escaped."""
     columns, cells = table(rows, dataset, step)
     lines = [columns, ["---"] * len(columns), *(map(_escaped, row) for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -51,11 +51,11 @@ def pictures(rows: Sequence[Row]) -> list[tuple[str, np.ndarray]]:
 
 
 def picture(value: object) -> np.ndarray | None:
-    """Converts an array of rank 3 with 1, 3 or 4 channels to a picture, uint8 [height, width, 3 or 4]; None for any
+    """Converts an array of rank 3 with 1, 3 or 4 channels to a picture, uint8 [height, width, 3 or 4]. Returns None for any
     other value.
 
-    Integers from 0 to 255 and numbers from 0 to 1 are brightness; other ranges are scaled so that the minimum is black
-    and the maximum white.
+    Integers from 0 to 255, or other numbers from 0 to 1, are used as brightness. Arrays with other values are scaled so that
+    the minimum is black and the maximum is white.
 
     Args:
       value: a field of a decoded example: for an array, nested lists of numbers, where NaN and infinity are None.

@@ -16,8 +16,8 @@ CLASS = "class"
 def nested(lines: Iterable[str]) -> Settings:
     """Returns {'task': {'train': {'num_train_steps': 200}}} for the line 'task.train.num_train_steps: 200'.
 
-    Numbers, strings, booleans and None become Python values; other values stay text. If a setting has a value and
-    fields, the value is stored under the key 'class'. A line without ': ' continues the value of the previous line.
+    Numbers, strings, booleans and None become Python values; other values stay text. If a setting has both a value and
+    fields of its own, its value is stored under the key 'class'. A line without ': ' continues the previous line's value.
     """
     values: dict[str, str] = {}
     path = ""

@@ -1,7 +1,7 @@
-"""The tracker for TensorBoard: adds the config and decoded examples as texts, hyperparameters, pictures and histograms
+"""The tracker for TensorBoard. It adds the config and decoded examples (as texts), hyperparameters, pictures and histograms
 to the trainer's summaries.
 
-TensorBoard reads a directory's event files in order of name, and never rereads a file once it has seen the next one.
+TensorBoard reads a directory's event files in alphabetical order, and never rereads a file once it has seen the next one.
 In `summaries/train`, where the trainer's own event file grows, the tracker therefore writes only the config, the
 hyperparameters and the status, before and after the trainer writes. TensorBoard shows these with the directory's
 curves. Everything else goes into directories that the trainer doesn't write into.
@@ -70,7 +70,7 @@ class TensorboardTracker(Tracker):
             file.flush()
 
     def _file(self, name: str) -> EventFile:
-        """Returns the event file in a directory that only the tracker writes into. Its records replace repeated steps."""
+        """Returns the event file in a directory that only the tracker writes into. Its values replace those of repeated steps."""
         if name not in self._files:
             self._files[name] = self._new_file(name, replaces_from=self._first_step + 1)
         return self._files[name]

@@ -35,8 +35,8 @@ class Tracking(Callback):
         task_p.train.callbacks = [Config(Tracking, trackers=["wandb", "mlflow"], project="my-project")]
 
     The flag `--track=wandb,mlflow` does the same with default settings. Only process 0 reports. A restarted run continues
-    its history in each tracker; `tracking.json` has the ids. A tracker that fails or hangs loses records, which is logged,
-    but never affects the run.
+    its history in each tracker; `tracking.json` stores the run's ids. If a tracker fails or hangs, records are lost and
+    this is logged, but the run continues.
     """
 
     turn = Turn.SENDS
@@ -54,7 +54,7 @@ class Tracking(Callback):
 
         Args:
           trackers: names, as for `--track`, or `Tracker` objects.
-          project: name of the group of runs; None for the experiment's short name.
+          project: name of the group of runs that this run belongs to; None for the experiment's short name.
           name: the run's name; None for the name of its directory.
           tags: labels by which the run can be searched for.
           histogram_interval_steps: steps between two histograms of the variables, for trackers that show histograms;
@@ -161,14 +161,14 @@ class Tracking(Callback):
 
 
 def of_run(callbacks: Sequence[Callback], track: Sequence[str]) -> list[Callback]:
-    """Returns a list with a callback for those trackers of `--track` that no other callback uses; [] if there are none.
+    """Returns a list with one callback, for those trackers in `track` that `callbacks` don't use yet; [] if there are none.
 
     Args:
-      callbacks: the experiment's and the caller's callbacks. Trackers that these use are not opened twice.
-      track: names of the trackers of `--track`.
+      callbacks: the experiment's and the caller's callbacks. Trackers that they use are not opened twice.
+      track: names of the trackers given by `--track`.
 
     Raises:
-      UserError: two trackers of the callbacks have the same name. A run can have only one id per tracker name.
+      UserError: `callbacks` use two trackers with the same name. A run can have only one id per tracker name.
     """
     named = [name for callback in callbacks if isinstance(callback, Tracking) for name in callback.names]
     twice = [name for name in named if named.count(name) > 1]
@@ -194,7 +194,7 @@ def _about(run: Run) -> Settings:
 
 
 class VariableHistograms:
-    """Computes a histogram of each variable. Compiled once per mesh; all processes call it together."""
+    """Computes a histogram of each variable. Compiled once per mesh. All processes must call it together."""
 
     def __init__(self, metadata: Layout):
         """`metadata`: layout of the train state."""
@@ -208,7 +208,7 @@ class VariableHistograms:
     def __call__(self, state: TrainState) -> dict[str, Histogram]:
         """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'. Waits for the devices.
 
-        NaN and infinity are in no bin. `state` is the train state on the mesh, with padded shapes.
+        NaN and infinity are not counted. `state` is the train state on the mesh, with padded shapes.
         """
         with jax.set_mesh(self._mesh):
             found = jax.device_get(self._count(state))
@@ -219,7 +219,7 @@ class VariableHistograms:
 
 
 def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns a variable's minimum and maximum, and how many values are at most each bin's upper edge; () for integers.
+    """Returns a variable's minimum, maximum, and for each bin the number of values up to its upper edge; () for integers.
 
     One reduction per bin keeps the variable sharded. Sorting or flattening the variable would gather it.
     """

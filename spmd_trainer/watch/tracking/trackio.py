@@ -70,7 +70,7 @@ def _free_name(trackio: ModuleType, facts: RunFacts) -> str:
 
 
 def _send_prints_to_log(module: ModuleType) -> None:
-    """Redirects a module's prints on this thread to debug lines of the log, away from the trainer's terminal."""
+    """Redirects a module's prints on this thread from the trainer's terminal to debug lines in the log."""
     own = threading.get_ident()
 
     def print_elsewhere(*values: object, **options: Any) -> None:

@@ -1,9 +1,9 @@
 """The tracker for Weights & Biases. Needs the package wandb, which the extra `wandb` installs.
 
-WANDB_MODE=offline only writes files, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads the files of all starts of a run
-into one history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
+WANDB_MODE=offline only writes files, below `JOB_LOG_DIR/wandb`. Even if a run was restarted, `wandb sync` uploads all of
+its files into one history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
 
-wandb numbers records by steps of its own, and silently drops a record whose number is below the last one. But a run
+wandb counts its own steps, and silently drops a record whose step is below that of the previous record. But a run
 restarted from an older checkpoint repeats training steps, and evaluations report earlier training steps. The training
 step is therefore logged as a separate value, 'trainer/step', which is the x axis of all charts.
 """
@@ -32,7 +32,7 @@ _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "stopped": 0}
 
 
 class LikeWandb(Tracker):
-    """Base of the trackers for W&B and trackio, whose packages have classes with the same names and arguments.
+    """Base class of the trackers for W&B and trackio, whose packages have classes with the same names and arguments.
 
     Attributes:
       library: the imported package, wandb or trackio; set by `open`.
@@ -42,7 +42,7 @@ class LikeWandb(Tracker):
 
     @abc.abstractmethod
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Logs values of a training step by name: numbers, or objects of `library` such as tables and images."""
+        """Logs {name: value} for a training step. Values are numbers, or `library` objects such as tables and images."""
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
         for record in records:

@@ -1,11 +1,11 @@
-"""Attention of praxis' layers, computed by the kernels of `spmd_trainer.kernels` without a [batch, 1, time, time] mask.
+"""praxis' attention layers, computed by the kernels of `spmd_trainer.kernels` without a [batch, 1, time, time] mask.
 
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
 
-For other models, call `use_fused_attention_in(model_p)` on the model's config. Attention layers then become the fused classes
-of this module, and `TransformerLm` passes them segment ids instead of a mask. Variables stay the same. If a layer gets a mask
-nevertheless (encoders, cross-attention, prefix LMs, masks in the batch), it uses praxis' own attention. Decode steps always do.
+For other models, call `use_fused_attention_in(model_p)` on the model's config. It replaces attention layers by this module's
+fused classes, which get segment ids from `TransformerLm` instead of a mask. Variables stay the same. Layers that get a mask
+nevertheless (encoders, cross-attention, prefix LMs, masks in the batch) use praxis' own attention, as do all decode steps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ LanguageModelType = transformer_models.LanguageModelType
 class FusedDotProductAttention(layers.DotProductAttention):
     """praxis' `DotProductAttention`, computed by a fused kernel. It returns None in place of attention probabilities.
 
-    Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Logits and
-    probabilities are not stored, except by the kernel 'reference', which is used for dropout of probabilities, and for sequences
-    of up to 512 tokens unless splash (TPU) or cuDNN (GPU) can be used. Settings that no kernel supports raise errors. praxis'
-    summaries of the logits are missing.
+    Variables are the same as in praxis. Results are equal up to rounding: praxis rounds the logits, while they stay in float32
+    here. Settings that no kernel supports raise errors. praxis' summaries of the logits are missing.
+
+    Only the kernel 'reference' stores logits and probabilities. It is used for dropout of probabilities, and for sequences of
+    up to 512 tokens if neither splash (TPU) nor cuDNN (GPU) can be used.
 
     Attributes:
       kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`; 'xla' is another name for 'reference'.
@@ -79,13 +80,13 @@ class FusedDotProductAttention(layers.DotProductAttention):
         atten_mask: jax.Array,
         relative_bias: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Computes attention. Returns the attention output [batch, time, heads, width], and None in place of the
-        probabilities.
+        """Computes attention. Returns the attention output [batch, time, heads, width], and the probabilities or None.
 
         Args:
           query, key, value: [batch, time, heads, width].
-          atten_mask: int32 segment ids [batch, time]: a token attends only to tokens of its own segment. Or praxis' mask [1 or
-            batch, 1, 1 or time, source time] of 0 or a large negative number; praxis' own attention is then used.
+          atten_mask: either int32 segment ids [batch, time], where a token attends only to tokens of its own segment, or
+            praxis' mask [1 or batch, 1, 1 or time, source time] of 0 or a large negative number. With a mask, praxis' own
+            attention is used, which also returns the probabilities.
           relative_bias: always None, because `setup` refuses relative biases.
 
         Raises:
@@ -140,7 +141,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
     @nn.nowrap
     def _dropout(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array] | None:
-        """Returns a function that drops attention probabilities with praxis' random numbers; None if there is no dropout."""
+        """Returns a function that applies praxis' dropout to attention probabilities; None if there is no dropout."""
         if not self.atten_dropout_prob or (self.do_eval and not self.dropout_tpl.dropout_at_eval):
             return None
 
@@ -157,7 +158,7 @@ class FusedDotProductAttentionWithLPB(FusedDotProductAttention, attentions.DotPr
 
 
 class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAttention):
-    """praxis' `LocalSelfAttention`, computed by a fused kernel: a token attends to a sliding window that ends with itself.
+    """praxis' `LocalSelfAttention`, computed by a fused kernel: a token attends to itself and a window of earlier tokens.
 
     See `FusedDotProductAttention`. If the layer gets segment ids, `block_size` and `simulated` have no effect.
     """
@@ -185,7 +186,7 @@ class SegmentedTransformerLm(layers.TransformerLm):
 
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
-        """Creates a child layer as praxis does. In the child 'transformer', attention layers apply the causal mask themselves."""
+        """Creates a child layer like praxis, but lets attention layers in the child 'transformer' apply the causal mask."""
         if name == "transformer":
             params = params.clone()
             for stack_p in selectors.select(params, layers.StackedTransformer):

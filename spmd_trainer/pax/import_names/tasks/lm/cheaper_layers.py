@@ -1,14 +1,11 @@
 """Cheaper versions of praxis' layers, with the same variables, and the same results up to rounding.
 
-    use_cheaper_layers(task_p.model)
+`use_cheaper_layers(task_p.model)` replaces layer norms, and the softmax that shares its weights with the token embedding. The
+experiments of `model_params` call it. In praxis, the embedding lookup is also a matrix product with the softmax's weights. In
+this module it isn't, so LoRA adapters of the softmax have different shapes than in praxis.
 
-replaces layer norms and the softmax that shares its weights with the token embedding. The experiments of `model_params` call
-it. praxis also computes the embedding lookup as a matrix product with the softmax's weights, and this module doesn't, so LoRA
-adapters of the softmax have other shapes than with praxis' layer.
-
-    use_fused_loss_in(task_p.model)
-
-makes softmaxes compute the loss without storing the logits; see `FusedFullSoftmax`. Experiments with USE_FUSED_ATTENTION call it.
+`use_fused_loss_in(task_p.model)` makes softmaxes compute the loss without storing the logits; see `FusedFullSoftmax`.
+Experiments with USE_FUSED_ATTENTION call it.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from spmd_trainer.sharding.specs import entry_axes
 
 
 class LayerNorm(layers.LayerNorm):
-    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450), but subtracts the mean only once.
+    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450), with one subtraction of the mean instead of two.
 
     Fields and variables are those of praxis' layer, and results are equal up to rounding.
     """
@@ -59,8 +56,8 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     """praxis' `SharedEmbeddingSoftmax` with a cheaper embedding lookup. Fields and variables are the same.
 
     With lookup_style 'matmul', praxis multiplies the embedding table by one-hot ids. This layer gathers rows of the table
-    instead. Its backward pass is praxis' matrix product, because a scatter-add in bfloat16 would round after each token, and on
-    GPUs it has no fixed order. For sequences of more than 1,024 tokens, the product is a sum over chunks of 1,024 tokens.
+    instead. The backward pass still computes praxis' matrix product, because a scatter-add in bfloat16 would round after each
+    token, and would add in no fixed order on GPUs. With more than 1,024 tokens per sequence, the product is summed over chunks.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
@@ -128,12 +125,12 @@ _rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 class FusedFullSoftmax(layers.FullSoftmax):
-    """praxis' `FullSoftmax`, but computes the loss in blocks of tokens; see `kernels.cross_entropy`.
+    """praxis' `FullSoftmax`, except that the loss is computed in blocks of tokens; see `kernels.cross_entropy`.
 
     Fields and variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them to
-    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them in addition. In four cases the
-    loss is computed by praxis' own code: inputs that aren't [batch, time, input_dims], class probabilities as labels,
-    bi-tempered losses, and a projection that isn't praxis' plain `FeedForward`.
+    the dtype of the inputs. If a program uses the outputs 'logits' or 'log_probs', these are computed in addition to the loss.
+    praxis' own code computes the loss in four cases: inputs that aren't [batch, time, input_dims], class probabilities as
+    labels, bi-tempered losses, and a projection that isn't praxis' plain `FeedForward`.
     """
 
     def __call__(

@@ -18,10 +18,11 @@ class CustomMetricsLM(models.LanguageModel):
     """praxis' `LanguageModel` with one more metric.
 
     Attributes:
-      eval_task: 'lambada' adds `acc_strict`, the fraction of rows whose tokens with weight are all predicted. 'boolq' adds
-        `boolq_acc`, the fraction of rows whose right answer has a higher logit than the wrong one. None adds no metric.
+      eval_task: 'lambada' adds `acc_strict`, the fraction of rows whose tokens of nonzero weight are all predicted right.
+        'boolq' adds `boolq_acc`, the fraction of rows whose right answer has a higher logit than the wrong one. None adds no
+        metric.
       boolq_yn_tokens: the token ids of 'yes' and 'no'.
-      report_strict_acc: True is an older spelling of eval_task='lambada'.
+      report_strict_acc: older setting of praxis; True also adds `acc_strict`.
     """
 
     eval_task: str | None = None

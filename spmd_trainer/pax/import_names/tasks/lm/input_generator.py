@@ -1,7 +1,7 @@
-"""Inputs under the names that Pax's language-model experiment files use: `SyntheticLmData` and `TFRecordBertInput`.
+"""Inputs that Pax's language-model experiment files use: `SyntheticLmData` and `TFRecordBertInput`.
 
-Pax's `TextInput` is missing, because its tokenizers are lingvo's TensorFlow ops. It can be imported, but using it raises an
-error that names the replacement.
+Pax's `TextInput` is missing, because its tokenizers are lingvo's TensorFlow ops. The name can be imported, but using it raises
+an error that names the replacement.
 """
 
 from __future__ import annotations

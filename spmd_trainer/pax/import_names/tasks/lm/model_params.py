@@ -61,10 +61,10 @@ class ClassificationModelAdam(base_experiment.BaseExperiment):
       HIDDEN_DIM: width of the hidden layers.
       OUTPUT_DIM: width of the last layer; must equal INPUT_DIM, the softmax's input width.
       LEARNING_RATE, WEIGHT_DECAY: settings of Adam.
-      CHECKPOINT_EVERY_N_STEPS, SUMMARY_INTERVAL_STEPS, NUM_TRAIN_STEPS: `task.train.save_interval_steps`,
+      CHECKPOINT_EVERY_N_STEPS, SUMMARY_INTERVAL_STEPS, NUM_TRAIN_STEPS: values for `task.train.save_interval_steps`,
         `.summary_interval_steps` and `.num_train_steps`.
-      MLP_WEIGHT_SHARDING: split mapping of the perceptron's weights [input, output].
-      SOFTMAX_WEIGHT_SHARDING: split mapping of the softmax's weights [input, classes].
+      MLP_WEIGHT_SHARDING: mesh axes over which the perceptron's weights [input, output] are sharded, one entry per dimension.
+      SOFTMAX_WEIGHT_SHARDING: mesh axes over which the softmax's weights [input, classes] are sharded, one entry per dimension.
       MESH_SHAPE: sizes of the mesh axes replica, data and mdl; None for data-parallel training.
       TRAINING_OPTIMIZED_SHARDING: no effect, because the model is not a Transformer.
     """
@@ -115,7 +115,7 @@ class _TransformerBert(TransformerExperiment):
 
     Attributes:
       CHECKPOINT_POLICY: what repeated layers save for the backward pass; the rest is recomputed.
-      CHECKPOINT_EVERY_N_STEPS: `task.train.save_interval_steps`.
+      CHECKPOINT_EVERY_N_STEPS: value for `task.train.save_interval_steps`.
       ENABLE_BFLOAT16: compute in bfloat16; variables are float32.
     """
 
@@ -169,13 +169,13 @@ class TransformerBertPmapAdam(_TransformerBert):
 
 
 class TransformerBertSpmdAdafactor(_TransformerBert):
-    """A masked language model trained with Adafactor, with variables split over the mesh axes replica, data and mdl.
+    """A masked language model trained with Adafactor, with variables sharded over the mesh axes replica, data and mdl.
 
     Attributes:
       MASK_TOKEN_ID: id of the token that replaces masked tokens.
       MESH_SHAPE: sizes of the mesh axes replica, data and mdl; set by subclasses.
-      TRAINING_OPTIMIZED_SHARDING: also split the activations that are saved for the backward pass over mdl.
-      CHECKPOINT_SAVE_MAX_TO_KEEP: `task.train.save_max_to_keep`.
+      TRAINING_OPTIMIZED_SHARDING: also shard over mdl the activations that are saved for the backward pass.
+      CHECKPOINT_SAVE_MAX_TO_KEEP: value for `task.train.save_max_to_keep`.
     """
 
     NUM_LAYERS = 32

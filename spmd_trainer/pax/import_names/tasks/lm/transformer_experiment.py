@@ -51,7 +51,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     USE_REPEATED_LAYER: Any
 
     def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
-        """Puts the stack of layers and the attributes' values into a model's config. Returns the config of a task with it."""
+        """Puts the layers and the class attributes into a model's config. Returns the config of a task with this model."""
         lm_p = model_p.lm_tpl
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.vocab_size = self.VOCAB_SIZE
@@ -64,7 +64,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         return Config(tasks_lib.SingleTask, name=name, model=model_p)
 
     def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:
-        """Returns the config of a stack of Transformer layers; with USE_REPEATED_LAYER, of one layer that is repeated.
+        """Returns the config of a stack of Transformer layers. With USE_REPEATED_LAYER, one layer is repeated.
 
         Args:
           num_layers: number of layers.
@@ -90,7 +90,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         return stack_p
 
     def _customize_stack(self, stack_p: Any) -> None:
-        """Applies a subclass' own attributes. Called before the feed-forward settings are copied to mixture-of-experts layers."""
+        """Applies the subclass's attributes. Called before feed-forward settings are copied to mixture-of-experts layers."""
 
     def _num_heads(self) -> int:
         return self.NUM_HEADS

@@ -30,7 +30,7 @@ class TransformerLmPmapAdam(TransformerExperiment):
       INPUT_DROPOUT_PROB: dropout probability of the embeddings.
       REL_POS_EMB_DIM: width of the relative position embeddings of Transformer-XL attention; None for plain attention.
       PACKED_INPUT: a row may hold several sequences, separated by `segment_ids`.
-      USE_BIAS: give the attention's projections biases.
+      USE_BIAS: add biases to the projections of the attention.
     """
 
     NUM_LAYERS = 32
@@ -73,7 +73,7 @@ class TransformerLmPmapAdam(TransformerExperiment):
 
 
 class TransformerLmSpmdAdafactor(TransformerExperiment):
-    """A Transformer language model trained with Adafactor, with variables split over the mesh axes replica, data and mdl.
+    """A Transformer language model trained with Adafactor, with variables sharded over the mesh axes replica, data and mdl.
 
     Attributes:
       DIMS_PER_HEAD: width of an attention head. If NUM_HEADS is None, there are MODEL_DIMS / DIMS_PER_HEAD heads.
@@ -92,11 +92,11 @@ class TransformerLmSpmdAdafactor(TransformerExperiment):
       SOFTMAX_CAP_LOGITS: a tanh limits the softmax's logits to plus or minus this value; 0 for no limit.
       CHECKPOINT_POLICY: what repeated layers save for the backward pass; the rest is recomputed.
       CHECKPOINT_EVERY_N_STEPS, CHECKPOINT_MAX_TO_KEEP, SUMMARY_INTERVAL_STEPS, EVAL_INTERVAL_STEPS,
-      PROFILER_NUM_STEPS, PROFILER_MIN_DURATION_SEC, PROFILER_CAPTURE_STEP: `task.train.save_interval_steps`,
+      PROFILER_NUM_STEPS, PROFILER_MIN_DURATION_SEC, PROFILER_CAPTURE_STEP: values for `task.train.save_interval_steps`,
         `.save_max_to_keep`, `.summary_interval_steps`, `.eval_interval_steps` and `.profiler_*`.
-      ICI_MESH_SHAPE: sizes of replica, data and mdl within a slice; set by subclasses. None for data-parallel training.
-      DCN_MESH_SHAPE: sizes of replica, data and mdl across slices.
-      TRAINING_OPTIMIZED_SHARDING: also split the activations that are saved for the backward pass over mdl.
+      ICI_MESH_SHAPE: sizes of the mesh axes replica, data and mdl within a slice. None for data-parallel training.
+      DCN_MESH_SHAPE: sizes of the mesh axes replica, data and mdl across slices.
+      TRAINING_OPTIMIZED_SHARDING: also shard over mdl the activations that are saved for the backward pass.
       MODEL_CLASS: class of the model.
     """
 
@@ -234,15 +234,15 @@ class TransformerLmSpmdPipelineAdafactor(TransformerLmSpmdAdafactor):
 
     Attributes:
       NUM_STAGES: number of pipeline stages; must equal the mesh's size along 'stage', counted over all slices.
-      CIRCULAR_REPEAT: number of times that each microbatch passes through all stages. NUM_STAGES * CIRCULAR_REPEAT must
-        divide NUM_LAYERS.
+      CIRCULAR_REPEAT: number of times that each microbatch passes through all stages. NUM_STAGES * CIRCULAR_REPEAT must divide
+        NUM_LAYERS.
       NUM_MICROBATCHES, MICROBATCH_SIZE: number or size of the microbatches that a batch is split into; set one of the two.
-      PIPELINE_BROADCAST_INPUTS: pass inputs that all stages use (masks, positions) from stage to stage with their
-        microbatch, instead of replicating them.
-      EMB_W_DATA_DIMS: mesh axes, in addition to mdl, over which the embedding is split. The embedding is outside the
-        pipeline, so these may be axes that would cost layers in the pipeline a gather per microbatch.
-      STREAM_IO: split the pipeline's input and output over the stages and stream them; for slow links between stages.
-      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of the mesh axes stage, replica, data and mdl, within and across slices.
+      PIPELINE_BROADCAST_INPUTS: pass inputs that all stages use (masks, positions) from stage to stage with their microbatch,
+        instead of replicating them.
+      EMB_W_DATA_DIMS: mesh axes, in addition to mdl, over which the embedding and softmax weights are sharded. Sharding layers
+        of the pipeline over these axes would cost a gather per microbatch.
+      STREAM_IO: shard the pipeline's input and output over the stages and stream them. Useful if links between stages are slow.
+      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of the mesh axes stage, replica, data and mdl within and across slices.
     """
 
     NUM_STAGES: Any = None

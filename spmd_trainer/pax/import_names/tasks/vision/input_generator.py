@@ -1,4 +1,4 @@
-"""Pax's `tasks.vision.input_generator`: inputs over ImageNet's TFRecords for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
+"""Pax's `tasks.vision.input_generator`: reads ImageNet's TFRecords for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ IMAGENET_DATA_DIR = "/PATH/TO/IMAGENET_DATA/"
 class BaseImageNetInput:
     """Base class of ImageNet inputs for praxis' `LingvoInputAdaptor`.
 
-    A batch has `image` [batch, height, width, 3], `label_probs` [batch, classes] and `weight` [batch], all float32.
-    Training is endless: each epoch gives every image once, shuffled, with new random crops. Evaluation gives every image
-    once, in order, then ends; the rows that fill up the last batch have weight 0. The adaptor saves no position, so a
-    resumed run starts from the beginning of the data.
+    A batch has `image` [batch, height, width, 3], `label_probs` [batch, classes] and `weight` [batch], all float32. Training
+    never ends. Each epoch yields every image once, shuffled, with new random crops. Evaluation yields every image once, in
+    order, and fills up the last batch with rows of weight 0. The adaptor saves no position, so a resumed run starts from the
+    beginning of the data.
     """
 
     @classmethod
@@ -139,7 +139,7 @@ class ImageNetValidation(BaseImageNetInput):
 
 
 class ImageNetRecords(examples.ExamplesInput):
-    """Input over TFRecords with 'image/encoded' and 'image/class/label'; see `ExamplesInput` for the order of examples.
+    """Reads TFRecords with 'image/encoded' and 'image/class/label'. See `ExamplesInput` for the order of examples.
 
     Attributes:
       files: paths, folders and glob patterns of the TFRecord files.
@@ -175,7 +175,7 @@ class ImageNetRecords(examples.ExamplesInput):
         )
 
     def batch_at(self, position: int) -> NestedMap:
-        """Returns batch number `position`. An image's random crop depends on the seed and on its index in the example order."""
+        """Returns batch number `position`. Random crops depend on the seed and the image's position in the example order."""
         examples_at = self.examples_at(position)
         numbers = np.minimum(examples_at, self.num_examples - 1)
         parser = ExampleParser(
