@@ -266,7 +266,7 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
       {'params': {...}, 'non_trainable': {...}}, nested by the parts of the variables' paths: NumPy arrays without padding.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is damaged, or it has only adapters (in a run with `task.lora`).
+      CheckpointError: there is no such checkpoint, it is damaged, or it has only adapters (of a run with `task.lora`).
     """
     from spmd_trainer.checkpointing import frozen_base, own_steps
 

@@ -203,7 +203,7 @@ class Callback:
 
     They are called in this order: the trainer's callbacks that monitor or stop the run; the experiment's callbacks
     (`task.train.callbacks`); the caller's (`spmd_trainer.train(callbacks=...)`); the trainer's that write summaries,
-    checkpoints, times and the run's page; and last the experiment trackers (`--track`). Every process calls its own callbacks.
+    checkpoints, times and the run's page; then the experiment trackers (`--track`). Every process calls its own callbacks.
     An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in

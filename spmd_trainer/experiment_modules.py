@@ -95,7 +95,7 @@ def import_for(name: str) -> Iterator[types.ModuleType]:
     """Imports the modules that an experiment's name may refer to, one by one.
 
     Yields:
-      The user's own module, the module that ships with the trainer, and the one in Pax's `tasks`, as far as they exist.
+      Those that exist: the user's own module, the module that ships with the trainer, the one in Pax's `tasks`.
 
     Raises:
       UserError: the name is not of the form module.Class, or an import fails.

@@ -6,7 +6,7 @@ own_steps.py            the CheckpointSource for steps of this trainer: checks t
 manifest.py             the list of a step's files with checksums, which shows whether the step is damaged
 step_files.py           reads files, with retries; distinguishes missing files from storage that does not respond
 steps.py                lists, checks and deletes the steps of a directory, and waits for new ones
-retired_steps.py        renames damaged steps, deletes old ones; parses the time for which to keep steps: '12h', '90m'
+retired_steps.py        renames damaged steps, deletes old ones; parses `save_keep_interval_duration`: '12h', '90m'
 shards.py               places variables of other trainers' checkpoints on a mesh while the next ones are read
 agreement.py            makes checks and saves succeed or fail alike on all processes
 records.py              the JSON record of a step: logical shapes, mesh, config, versions, input position

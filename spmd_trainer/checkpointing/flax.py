@@ -7,8 +7,8 @@ This module finds the trees of arrays that Orbax's interfaces write:
   each item is a tree.
 
 The rules of a warm start name arrays as the checkpoint does, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. The model's own
-names can be used too. They stand for the arrays below one prefix in the checkpoint: the one below which most of the model's
-names are found (on a tie, the shortest). So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
+names work too if they are unambiguous: those of a collection ('params') mean the arrays below the prefix where most of them are
+found (on a tie, the shortest prefix). So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def has_adapters(variables: TrainState) -> bool:
 
 
 def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], bool] | None:
-    """Returns a predicate for the variables that a checkpoint lacks: `is_adapter`, `is_base` (frozen base), or None.
+    """Returns a predicate for the kind that a checkpoint lacks: `is_adapter` or `is_base`. Returns None if it has both kinds.
 
     Args:
       paths: the paths of the variables to load. If none of them is an adapter, the result is None.

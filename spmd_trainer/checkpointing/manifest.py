@@ -139,7 +139,7 @@ def has_digest_of(sizes: Mapping[str, int]) -> bool:
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if all objects of a checkpoint on an object store are written, even if it is not committed yet."""
+    """Returns True if all objects of a checkpoint on an object store have been written, even if it is not committed yet."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 
@@ -287,7 +287,7 @@ def _digest(sizes: Mapping[str, int]) -> str:
 def _checksum(
     path: epath.Path, size: int, whole_up_to: int, samples: int, sample_bytes: int, extend: Callable[[int, bytes], int]
 ) -> int:
-    """Returns the checksum of a file, or of sampled blocks if larger than `whole_up_to`. `extend(crc, bytes)` adds bytes."""
+    """Returns the checksum of a file or, above `whole_up_to` bytes, of evenly spread blocks. `extend(crc, bytes)` adds bytes."""
     blocks = [(0, size)]
     if size > whole_up_to:
         last = size - sample_bytes

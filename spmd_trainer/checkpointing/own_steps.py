@@ -132,7 +132,7 @@ class OwnStep(CheckpointSource):
         return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
 
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
-        """Reads the arrays again if the first attempt raised a storage error (`error`). The files' checksums are right.
+        """Reads the arrays again if `error`, which the first attempt raised, is a storage error. The files' checksums are right.
 
         Returns:
           The arrays by path; or the problem as a text, if an array can't be decoded.
@@ -191,7 +191,7 @@ def open_step(directory: epath.Path, step: int) -> OwnStep:
 
     Raises:
       DamagedFilesError: files are missing, or differ from those that were written.
-      DamagedCheckpointError: the record is damaged although its checksum is right, or a later trainer version wrote it.
+      DamagedCheckpointError: the record is damaged although its checksum is right, or a later version of the trainer wrote it.
       CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     step_dir = steps.step_dir(directory, step)

@@ -82,7 +82,7 @@ class StepDeleter:
     """Deletes the old checkpoints that Orbax's retention policy selects. Implements Orbax's protocol for deleters.
 
     If a checkpoint cannot be deleted, a warning is logged, and the deletion is tried again at the next save. Orbax's own
-    deleter would fail the run, and leave half-deleted checkpoints that look damaged.
+    deleter would make the run fail, and leave half-deleted checkpoints that look damaged.
     """
 
     def __init__(self, directory: epath.Path) -> None:

@@ -217,7 +217,7 @@ def describe(index: int, pattern: str, template: str) -> str:
 
 
 def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
-    """Returns the text 'the nearest are a, b, c', with the three names whose beginning or end is most like `pattern`."""
+    """Returns the text 'the nearest are a, b, c', with up to three names that begin or end most like `pattern`."""
     text = _WILDCARDS.sub("", pattern)
 
     def likeness(name: str) -> float:

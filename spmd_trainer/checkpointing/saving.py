@@ -234,7 +234,7 @@ def _find(probe: epath.Path) -> str | None:
 
 
 def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str | None:
-    """Returns the problem if one checkpoint exceeds the free space, else None. Warns if `keep` checkpoints don't fit."""
+    """Returns the problem if one checkpoint exceeds the free space, else None. Warns if `keep` + 1 checkpoints don't fit."""
     free = free_space(directory)
     if free is None:
         return None

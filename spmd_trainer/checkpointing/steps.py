@@ -204,7 +204,7 @@ def warn_of_newer(directory: epath.Path, step: int) -> None:
 
 
 def delete(directory: epath.Path, step: int) -> None:
-    """Deletes a checkpoint. If the process is killed meanwhile, the rest is not treated as one; `finish_deletions` deletes it.
+    """Deletes a checkpoint. After a kill, the remains are not treated as a checkpoint, and `finish_deletions` deletes them.
 
     Raises:
       OSError: the checkpoint cannot be deleted. If the deletion had begun, the next `finish_deletions` tries again.

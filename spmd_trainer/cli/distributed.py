@@ -218,7 +218,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Returns True if an error was caused by a JAX runtime error for which a different process may be the reason."""
+    """Returns True if an error is, or comes from, a JAX runtime error that another process may have caused."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return not any(code in str(error) for code in _OWN_FAULTS)

@@ -52,7 +52,7 @@ class _Visible(std_logging.Formatter):
 
 
 class _Format(_Visible):
-    """Log formatter for stderr: 'HH:MM:SS message'. Omits the traceback of an error that the user can fix, or of a full disk."""
+    """Log formatter for stderr: 'HH:MM:SS message'. Of errors that users can fix, and of a full disk, shows only the message."""
 
     def format(self, record: std_logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -70,8 +70,8 @@ class _Format(_Visible):
 class _Wanted:
     """Log filter for stderr. Drops INFO records and repeated warnings of libraries.
 
-    It keeps libraries' errors and records with a traceback, unless the trainer reports the error itself. It keeps records of
-    the trainer and the user, except those that are only for the log file, and those that the live line shows.
+    It keeps errors of libraries, and their warnings with a traceback, unless the trainer reports the error itself. It keeps
+    records of the trainer and the user, except those that are only for the log file, and those that the live line shows.
     """
 
     def __init__(self) -> None:

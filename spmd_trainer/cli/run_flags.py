@@ -280,7 +280,7 @@ def run_of_directories(given: Mapping[str, Any]) -> tuple[epath.Path, dict[str, 
     The record has the run's experiment, overrides and settings.
 
     Args:
-      given: {name of the flag: value}, for those of these two flags that were given.
+      given: {name: value} of the flags that were given, of which only these two are used.
 
     Raises:
       UserError: see `_with_those_of_the_run`.

@@ -108,6 +108,7 @@ class Attention(SpecLayer):
         return self._keep(name, self._cache_layout.write(self.get_decode_state(name), heads, context.cache_index))
 
     def _attend_to_cache(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
+        """Attends from new tokens to arrays of the cache. Returns [batch, new tokens, heads, width of a value]."""
         assert context.cache_index is not None  # always set in decode steps, like the next one
         assert context.first_index is not None
         seen_from = context.first_index[:, None]

@@ -117,7 +117,7 @@ def _shares(real: jax.Array) -> jax.Array:
 
 
 def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the number of tokens of each expert, float32 [num_experts]. It doesn't depend on the mesh."""
+    """Returns each expert's number of tokens, float32 [num_experts]. Counted in int32, so it doesn't depend on the mesh."""
     # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
     is_chosen = (experts[..., None] == jnp.arange(num_experts)) & real[..., None, None]
     return jnp.sum(is_chosen, axis=(0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
@@ -126,5 +126,6 @@ def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) ->
 # With this, the backward pass stores no one-hot vectors of tokens and experts, and needs no scatter, which XLA would not split.
 @jax.checkpoint
 def _scores_of(experts: jax.Array, scores: jax.Array) -> jax.Array:
+    """Returns the scores of the chosen experts, [batch, time, num_experts_per_token]."""
     is_chosen = experts[..., None] == jnp.arange(scores.shape[-1])
     return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)

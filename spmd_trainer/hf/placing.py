@@ -99,8 +99,8 @@ def _max_exponent(dtype: np.dtype[Any]) -> int:
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, Variable], tensors: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process reads each shard of its devices once. In host memory, a process
-    keeps at most 32 MiB of shards at a time, or the shards of one variable if these are larger than 32 MiB.
+    """Reads variables onto a mesh. Each process reads each shard of its devices once. Apart from the arrays on the devices, it
+    keeps at most 32 MiB of shards in host memory at a time, or the shards of one variable if these are larger.
 
     Args:
       wanted: the model's variables by path.

@@ -19,7 +19,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, LatentSpec
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One dimension of a stored tensor. It merges dimensions of a variable, and may fuse several variables.
+    """One dimension of a stored tensor. It merges one or more dimensions of a variable, and may fuse several variables.
 
     Attributes:
       outer: letters of the merged dimensions, in order. If variables are fused: only the letters before the fused part.

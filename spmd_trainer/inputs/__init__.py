@@ -4,7 +4,7 @@
 |---|---|---|
 | `TextInput`, `PromptInput` | `text` | text files for training and evaluation; prompts from text files for decoding |
 | `ChatPromptInput` | `chat_text` | conversations as prompts for decoding, rendered by a chat template |
-| `ChatInput`, `Chat` | `chat_text` | conversations for training; only the assistant's text counts in the loss |
+| `ChatInput`, `Chat` | `chat_text` | conversations for training, also mixed with text; the loss counts the assistant's text |
 | `PreferenceInput` | `preferences` | preference pairs (a chosen and a rejected answer to one prompt) for DPO |
 | `DocumentPrompts` | `text` | the beginnings of a corpus' documents as prompts for decoding |
 | `PackedTextInput` | `text` | short documents packed into rows, each document a segment |

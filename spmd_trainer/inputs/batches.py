@@ -52,8 +52,8 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
     """Turns the rows of a batch that hold no data into padding rows, and returns the new batch.
 
-    The weights and segment ids of a padding row are 0, its paddings 1, and its other values stay as they were. If the
-    batch has no `eval_sample_weights` float32 [B], they are added.
+    The weights and segment ids of a padding row are 0, its paddings 1 and its `prompt_index` -1; its other values stay as
+    they were. If the batch has no `eval_sample_weights` float32 [B], they are added.
 
     Args:
       batch: numpy arrays [B, ...], where B is the number of rows.
@@ -98,8 +98,8 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
 def cut_rows(batch: NestedMap, length: int) -> NestedMap:
     """Cuts each row of a language-model batch into T / length shorter rows, where T is the number of tokens per row.
 
-    No token is lost. Attention does not cross a cut. If a cut divides a segment, its second part begins the next row and
-    gets positions from 0. New rows that hold only padding get `eval_sample_weights` 0.
+    No token is lost. Attention does not cross a cut. A segment that a cut divides continues in the next row, with positions
+    from 0. New rows that hold only padding get `eval_sample_weights` 0.
 
     Args:
       batch: numpy arrays as in `lm_input_specs`, with T tokens per row.

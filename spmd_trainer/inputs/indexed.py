@@ -4,8 +4,8 @@ An *example* is one row of a batch. All processes share one global *order* of ex
 examples at indices [n * G, (n + 1) * G) of the order, where G = batch_size * num_infeed_hosts; process h takes the
 rows [h * batch_size, (h + 1) * batch_size) of the global batch. If G stays the same, a global batch therefore holds the
 same examples with any number of processes. The *position* is the number of global batches taken so far. A checkpoint
-stores the next example's index in the order, so an input can be restored with a different G: batch 0 of the restored
-input begins at that index.
+stores the next example's index in the order, so an input can be restored with a different G: the next batch of the
+restored input begins at that index.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExampleOrder:
 
 
 class CheckpointedInput(base_input.BaseInput):
-    """Base class of all inputs: pads batches, names the input in errors, refuses a position saved with other settings."""
+    """Base class of all inputs: pads batches, names the input in errors, and refuses positions saved with other settings."""
 
     def error(self, message: str) -> UserError:
         """Returns a UserError whose message names this input."""

@@ -118,7 +118,7 @@ class WorkerProcess:
         return ours
 
     def _ended(self, error: Exception) -> EndedError:
-        """Returns the error for a process that could not start or has closed its pipe. `error` is what this raised."""
+        """Returns the error for a process that could not start or has closed its pipe. `error`: the exception it caused."""
         status, has_started = None, self._process is not None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

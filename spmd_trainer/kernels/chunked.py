@@ -105,7 +105,7 @@ def attend(rows: Rows, pattern: Pattern) -> jax.Array:
 
 
 def block_length(length: int) -> int:
-    """Returns the number of tokens per block for rows of `length` tokens, so that blocks are few and about equally full."""
+    """Returns the tokens per block for rows of `length` tokens: equal blocks, as few as the device's largest block allows."""
     most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length

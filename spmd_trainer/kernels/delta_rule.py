@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (arXiv:2412.06464), and the causal convolution before it.
 
-Each head has a state S, [key width A, value width B], which maps keys to values. At token t, it decays (g is `log_decay`). It is
-then changed so that it maps the token's key closer to the token's value, and is read with the token's query:
+Each head has a state S, [key width A, value width B], which maps keys to values. At token t, the state decays (g is `log_decay`),
+then changes so that it maps the token's key closer to the token's value, and is then read with the token's query:
 
     S_t = exp(g_t) S_(t-1);   S_t += k_t (beta_t (v_t - S_t^T k_t))^T;   o_t = S_t^T q_t / sqrt(A)
 

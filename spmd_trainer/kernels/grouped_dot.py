@@ -90,11 +90,11 @@ class GroupedSplit:
     num_pairs: int = 0
 
     def kept(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those `axes` of one weights dimension over which the rows' features are split too."""
+        """Returns those of `axes`, which split a dimension of the weights, that also split the rows' features."""
         return tuple(axis for axis in axes if axis not in (*self.tokens, *self.experts))
 
     def gathered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those `axes` of one weights dimension over which the weights are gathered."""
+        """Returns those of `axes`, which split a dimension of the weights, over which the weights are gathered."""
         return tuple(axis for axis in axes if axis in self.tokens)
 
     def of_rows(self, axes: tuple[str, ...]) -> PartitionSpec:
@@ -148,7 +148,7 @@ class GroupedSplit:
     def scope(self) -> AbstractContextManager[None]:
         """Returns a `jax.named_scope` for a part's product. Its name has the number of rows that a part multiplies on average.
 
-        The arrays of a part have more rows (`token_groups.py`). Kernels that skip empty blocks don't multiply these.
+        The arrays of a part have room for more rows (`token_groups.py`), which kernels that skip empty blocks don't multiply.
         """
         return jax.named_scope(
             f"{ROWS_OF_PART}{-(-self.num_pairs // num_parts(self.mesh, (*self.tokens, *self.experts)))}"

@@ -104,8 +104,8 @@ class _Groups(NamedTuple):
 def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sums the outer products of each group's rows. For `rows` [M, K], `others` [M, N] and G groups, returns [G, K, N].
 
-    `_BLOCK` must divide K and N. Each multiprocessor computes one [128, 128] block of a result at a time, in steps of `_STEP`
-    rows. Steps begin at multiples of `_STEP`, so the first and last ones may include rows of other groups, which are zeroed.
+    `_BLOCK` must divide K and N. Each multiprocessor computes one [128, 128] block of a group's result at a time, in steps of
+    `_STEP` rows. Steps begin at multiples of `_STEP`, so the first and last may include other groups' rows; these are zeroed.
     `rows` and `others` must be finite everywhere.
     """
     tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)

@@ -1,4 +1,4 @@
-"""Evaluates a model on the mesh with EleutherAI's harness (pip install 'spmd-trainer[lm-eval]'), and chats with the model.
+"""Evaluates a model on the mesh with EleutherAI's lm-eval (pip install 'spmd-trainer[lm-eval]'), and chats with the model.
 
     settings.py        tasks, few-shot examples, chat template
     texts.py           text to tokens and back, in the same way as lm-eval's own `hf` backend

@@ -1,4 +1,4 @@
-"""Settings of `--mode=chat`, and of `--mode=lm_eval`, which have the names and meanings of the lm-eval command's flags."""
+"""Settings of `--mode=chat`, and of evaluations with lm-eval; the latter have the names and meanings of lm-eval's own flags."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _decided(
     elsewhere: threading.Event,
     members: dict[str, Member],
 ) -> tuple[str, str]:
-    """Waits until all processes are in `members`, {nonce: member}, or `elsewhere` is set. Returns the verdict and its text."""
+    """Waits for all processes, or until `elsewhere` is set. Fills `members`, {nonce: member}. Returns (verdict, its text)."""
     began = last_report = time.monotonic()
     came: dict[str, float] = {}
     heard: dict[str, float] = {}

@@ -45,7 +45,7 @@ _DONE = "done"
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """The reason why the job ends: the process that failed or was lost, which of the two (`kind`), and a message (`what`)."""
+    """Why the job ends: the `process` that is gone, the `kind` of its end (`_FAILED` or `_LOST`), and a message (`what`)."""
 
     kind: str
     process: int

@@ -1,7 +1,7 @@
 """Access to JAX's coordination service. Only this module uses its private names (see `tests/test_private_names.py`).
 
-JAX has no public names for the service. `jax.distributed.initialize` is not used, because its failures end the process and don't
-tell the cause: it connects with the process id alone, waits for all others, and aborts with a C++ stack trace if two processes
+JAX has no public names for the service. `jax.distributed.initialize` is not used, because if it fails, the process ends without a
+clear message: it connects with the process id alone, waits for all others, and aborts with a C++ stack trace if two processes
 have the same id, an id is too high, or process 0 dies. The service itself can do better:
 
 - It is *recoverable*: a task that disappears is not an error for the others, and a task may connect again. So process 0, when
@@ -266,7 +266,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def answers(address: str) -> str:
     """Returns '' if something accepts connections at 'host:port', else the reason for the failure.
 
-    JAX's client can't tell this, because it waits for a service, and retries at growing intervals.
+    JAX's client can't report this, because it waits for a service, and retries at growing intervals.
     """
     try:
         socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()

@@ -131,7 +131,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
 
         Raises:
           StopIteration: evaluation has used all batches.
-          UserError: a record is damaged, or lacks an expected feature or an end-of-text token.
+          UserError: a record is damaged or has no end-of-text token, or a feature is missing or has the wrong type or size.
         """
         if self.enable_packing:
             return self._batch(self._packed_rows())
@@ -191,7 +191,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     _packed: tuple[int, Rows] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def _pack(self, rows: Rows, window: int) -> Rows:
-        """Packs a window's examples, given one per row, into fewer rows. Shuffles these. Segment ids start at 1 in each row."""
+        """Packs a window's examples, given one per row, into fewer rows in random order. Segment ids start at 1 in each row."""
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)

@@ -238,7 +238,7 @@ def convert(
     Raises:
       PaxMismatchError: the checkpoint's variables don't match `variables`, its padding is not zero, or a logical shape can't be
         derived (without `variables`).
-      PaxError: `dst` is in the Pax directory, or has this step or a newer one. For other reasons, see `read_checkpoint`.
+      PaxError: `dst` is in the Pax directory, or already has this step. For other reasons, see `read_checkpoint`.
       CheckpointError: the step can't be written.
     """
     contents, target = open_checkpoint(src, step), epath.Path(dst)

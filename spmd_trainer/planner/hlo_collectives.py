@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its text: kind, executions per run, and bytes.
 
-A collective in a loop counts once per iteration; XLA writes a loop's trip count into the program's text.
+A collective in a loop counts once per iteration: XLA writes trip counts into the text, though `cost_analysis()` ignores them.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
 def _positions(
     image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
 ) -> int:
-    """Returns how many (output position, kernel position) pairs in one dimension of a convolution don't read padding."""
+    """Returns how many (output position, kernel position) pairs in one dimension of a convolution read an image element."""
     # Output o and kernel k read position o * stride + k * kernel_dilation - low, which is an element of the image if it is a
     # multiple of image_dilation: for every `period`-th k, or for none.
     common = math.gcd(kernel_dilation, image_dilation)

@@ -129,8 +129,8 @@ class Schedule:
     def thinned(self, most: int) -> np.ndarray:
         """Returns at most `most` positions of the schedule, for a chart, as an integer array.
 
-        The schedule is divided into `most` intervals of equal length. For each interval, the result has the first position with
-        the most live bytes. So the peak of the whole schedule is included.
+        The schedule is divided into intervals of equal length. For each interval, the result has the first position with the
+        most live bytes. So the peak of the whole schedule is included.
         """
         totals = self.totals()
         parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))

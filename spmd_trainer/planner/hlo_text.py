@@ -34,7 +34,7 @@ class Instruction:
       shape: the result's shape in XLA's notation: an array such as 'f32[8,128]{1,0}', or a tuple in parentheses.
       opcode: e.g. 'fusion'.
       operands: names of the instructions that it reads.
-      rest: the text after the opcode and its parenthesis: operands, attributes and metadata.
+      rest: the text after the opcode and its opening parenthesis: operands, attributes and metadata.
       is_root: True if the instruction's result is the computation's result.
     """
 

@@ -142,7 +142,7 @@ class MemoryLadder:
 
     @property
     def has_fewer_rows(self) -> bool:
-        """True if the experiment's number of rows was too large: no program fits, or only one with fewer rows."""
+        """True if no program was found that fits with the experiment's number of rows."""
         return self.fitting is None or self.fitting.candidate.rows is not None
 
     def text(self) -> str:
@@ -194,7 +194,7 @@ class MemoryLadder:
         yield from self._first_that_fits([tried for _, tried in sorted(found.values(), key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
-        """Yields new dtypes for the optimizer state: bfloat16 if it is predicted to fit, and 8 bits if bfloat16 doesn't fit."""
+        """Yields changes of the optimizer state's dtype: to bfloat16 if predicted to fit, to 8 bits if bfloat16 doesn't fit."""
         dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
@@ -312,7 +312,7 @@ class MemoryLadder:
                 waiting = [waiting[smallest]]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
-        """Compiles a candidate, adds it to `steps` and returns its outcome. If compilation fails, `reason` there says why."""
+        """Compiles a candidate, adds it to `steps` and returns its outcome. If compilation fails, `outcome.reason` says why."""
         outcome = Outcome(candidate)
         self._store.read([outcome])
         try:
@@ -389,7 +389,7 @@ def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
 
 
 def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """Predicts the bytes for `rows` rows from a line through the last two (rows, bytes) points; None if there is only one."""
+    """Predicts the bytes for `rows` rows from a line through the last two (rows, bytes) of `known`; None if it has fewer."""
     if len(known) < 2:
         return None
     (many, large), (few, small) = known[-2:]

@@ -56,9 +56,8 @@ class Found:
 
 
 class Flags:
-    """A flag (`FINITE`, `INFINITE` or `NAN`) for each value in one execution of a program.
-
-    `frame` and `flags` (as numpy arrays) come from `run_with_flags`.
+    """A flag (`FINITE`, `INFINITE` or `NAN`) for each value in one execution of a program. `frame` and `flags` (as numpy arrays)
+    come from `run_with_flags`.
     """
 
     def __init__(self, frame: Frame, flags: Any):

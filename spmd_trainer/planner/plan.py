@@ -43,7 +43,7 @@ class ChipBytes:
       temporaries: bytes of activations, gradients and gathered variables at their peak.
       outputs: bytes of the new state and the scalars, except outputs that reuse the buffers of donated arguments.
       peak: maximum number of bytes that are live at the same time, arguments included. `total` also includes the gaps between
-        buffers. None without a topology, because the peak of host devices is not reported.
+        buffers, which the compiler closes if memory is tight. None without a topology: not reported for host devices.
     """
 
     arguments: int
@@ -83,13 +83,13 @@ class Plan(ChipBytes):
       model_flops: 6 * parameters * tokens of the global batch / chips (Kaplan et al. 2020). Leaves out attention, and experts
         that a token doesn't choose. None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate of FLOPs per chip, with each loop body counted once; None if there is no estimate.
-      collectives: one record for each kind and mesh axes: 'kind', 'axes', 'count' (executions per step), 'bytes' (per step).
+      collectives: one record per kind and set of mesh axes: 'kind', 'axes', 'count' (executions per step), 'bytes' (per step).
       estimate: estimated step time; None if the chip's bandwidths are unknown.
       attention: one line of text for each attention kernel chosen, with the reasons for not choosing other kernels.
       xla_flags: the XLA flags that the experiment sets; see `training.xla_flags`.
       least_chips: number of chips that the train state alone would fill if sharded evenly; None if the memory is unknown.
-      memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak, which should shrink if the
-        step doesn't fit. `hlo_liveness` says how accurate it is. None if the instructions are not in execution order.
+      memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak (shrink these if the step
+        doesn't fit). `hlo_liveness` says how accurate it is. None if the instructions are not in execution order.
       seconds: seconds that compiling and analyzing the step took.
     """
 

@@ -131,7 +131,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 def _named_step(
     layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs `train_step` with a `checkpoint_name` on each gradient. Returns the new state, and a dict of loss and summaries."""
+    """Runs `train_step` with a `checkpoint_name` on each gradient. Returns the new state, and {name: loss or summary}."""
 
     run = grad_fn or functools.partial(step_fns.gradients, layout)
 
@@ -193,7 +193,7 @@ def _restore(job: Job, step: int) -> Restored:
 
 
 def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
-    """Returns a context manager that yields the training input, positioned after a checkpoint, or None if it has no position."""
+    """Returns a context manager that yields the training input after a checkpoint, or None if its position was not saved."""
     saved = restored.input_state
     has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
     if restored.step and not has_position:

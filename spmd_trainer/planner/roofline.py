@@ -7,8 +7,8 @@ overlaps: the times of all parts are added up, with the latency of each collecti
 NVLink then run at rates measured in benchmarks (`links.py`). The vector units, and the network between slices or NVLink domains,
 run at the rates of the data sheet in both cases, because no measurement of them was found.
 
-Two hardware limits apply in both cases. Attention heads that are too narrow for a TPU's matrix units leave these partly idle. On
-GPUs, float32 products take twice as long as bfloat16 products (TF32).
+Two hardware limits apply in both cases. Attention heads that don't fill a TPU's matrix units leave these partly idle. On GPUs,
+float32 products take twice as long as bfloat16 products (TF32).
 
 The estimate leaves out the host, the time to launch kernels, the lower rate of small or narrow products, vector units that don't
 reach their peak, and contention between collectives. If the program doesn't state a loop's number of iterations, one is assumed.

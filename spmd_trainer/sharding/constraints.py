@@ -26,7 +26,7 @@ AxesPair: TypeAlias = frozenset[frozenset[str]]
 
 
 def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> frozenset[AxesPair]:
-    """Returns the pairs {mesh axes of one dimension, mesh axes of another} of all two sharded dimensions of a spec.
+    """Returns a pair {mesh axes of one dimension, mesh axes of the other} for every two sharded dimensions of the same spec.
 
     Args:
       specs: the PartitionSpecs of arrays.

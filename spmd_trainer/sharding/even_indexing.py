@@ -185,7 +185,7 @@ def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for windowed reductions. Dimensions with windows lose their padding and are left unsharded."""
+    """Padding rule for windowed reductions. Dimensions with windows lose their padding and are left unsharded; others keep it."""
     params, rank = eqn.params, len(values[0].shape)
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]

@@ -2,8 +2,8 @@
 
 A program requests shardings for the results of its products: by sharding constraints, and by the shardings of its variables,
 which also apply to the variables' gradients. For some of them, XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes the
-product wrongly. For example, dimension d of the result is to be sharded over a mesh axis of a contracted dimension, and the axis
-over which d is sharded in the operand is to shard a different dimension of the result (`docs/partitioner_faults.md`).
+product wrongly, for example if dimension d of the result is to be sharded over a mesh axis of a contracted dimension, while the
+axis over which d is sharded in the operand is to shard a different dimension of the result (`docs/partitioner_faults.md`).
 
 On a mesh of three or more axes, shardings that XLA itself chooses can trigger the fault, so all products are constrained there.
 """
@@ -194,7 +194,7 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
 
 
 def _may_be_wrong(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if XLA computes a product wrongly for some shardings of its operands. For the arguments, see `is_changed`."""
+    """Returns True if XLA may compute a product wrongly for some shardings of its operands. Arguments as for `is_changed`."""
     fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
     if _num_real_axes(sizes) > 3:
         return True

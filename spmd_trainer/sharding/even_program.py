@@ -7,7 +7,7 @@ traced on logical shapes, and its operations are then evaluated one by one on pa
 - `slice_off` leaves the array padded, and only its logical shape is recorded;
 - a sharding constraint pads each dimension that its mesh axes don't divide;
 - each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and where it is masked;
-- an operation without a rule gets arrays without padding, whose dimensions that had padding are unsharded;
+- an operation without a rule gets arrays without padding, and dimensions that had padding are unsharded there;
 - `put_back` fills the padding with zeros.
 
 In all sharding constraints, the mesh axes are put in an order for which XLA computes matrix products correctly

@@ -277,7 +277,7 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the padding rule for operations (such as sorts) along one dimension, which gets no padding and is unsharded.
+    """Returns the padding rule for operations (such as sorts) along one dimension, which loses its padding and is unsharded.
 
     Args:
       param: the name of the equation's parameter that holds this dimension.

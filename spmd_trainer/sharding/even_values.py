@@ -219,7 +219,7 @@ class Pins:
 def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
     """Returns the physical shape of an array after a sharding constraint.
 
-    Each size is the smallest multiple of the number of shards, or the old size if that is a multiple and at most 1/16 larger.
+    Rounds each logical size up to a multiple of the shard count, but keeps an old size that is a multiple, at most 1/16 larger.
 
     Args:
       shape: logical shape.

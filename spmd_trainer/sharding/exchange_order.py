@@ -12,7 +12,7 @@ operation that XLA may partition is made to depend on the loop before it:
 - An operation after a loop reads its inputs through a `select` on the loop's token. Exceptions are elementwise operations,
   which need no exchange if their operands have the same sharding, and the arrays that a scan slices.
 
-`docs/limits.md` lists what stays unordered. Programs with side effects are not reordered, since their effects are ordered too.
+`docs/limits.md` lists what stays unordered. Programs with side effects are not changed, because the order of effects matters too.
 """
 
 from __future__ import annotations

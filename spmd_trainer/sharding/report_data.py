@@ -67,7 +67,7 @@ class MeshData(TypedDict):
 
 
 class VariableData(TypedDict):
-    """A variable's entry in a sharding report. `spec` lists the mesh axes of each dimension; it is [] if replicated."""
+    """A variable's entry in a sharding report. `spec` lists the mesh axes of each dimension; [] for a replicated variable."""
 
     path: str
     kind: str

@@ -72,7 +72,7 @@ def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -
 
     Raises:
       ValueError: the dimension or axis is invalid. When the tactic is applied: the leaf lacks the dimension (such as a
-        scalar), it is already sharded over other axes, or an axis is missing from the mesh or used by a different dimension.
+        scalar), the dimension already has other axes, or an axis is missing from the mesh or used by a different dimension.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")

@@ -71,7 +71,7 @@ def move(
       arrays: jax.Arrays that are not deleted. An array on several processes' devices can only move among its devices.
       shardings: one target sharding per array, which must shard the array evenly.
       donate: one bool per array: True deletes the array's buffers.
-      may_alias: False keeps results from sharing buffers with their sources. None or True: arrays that need not move may share.
+      may_alias: False keeps results from sharing their sources' buffers. None or True: arrays that need not move may share them.
       plans: the caches of compiled programs; new programs are added to them.
 
     Returns:

@@ -3,7 +3,7 @@
 Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialized blocks (`jax.checkpoint`, `nn.remat`,
 praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
 'ffn2', and with latent attention also 'key_value_down'. `task.train.saved_activations` and `offloaded_activations` are lists
-of such names. If a list isn't empty, the `jax.checkpoint` policies of the blocks are replaced by one that saves and offloads
+of such names. If either isn't empty, the `jax.checkpoint` policies of the blocks are replaced by one that saves and offloads
 the listed activations and recomputes all others. This works for any model.
 """
 
@@ -96,7 +96,7 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
 
 
 def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
-    """Returns the jaxpr with `policy` as the `jax.checkpoint` policy of all its rematerialized blocks."""
+    """Returns the jaxpr with `policy` as the `jax.checkpoint` policy of its rematerialized blocks."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, jax.extend.core.ClosedJaxpr):

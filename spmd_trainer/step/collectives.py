@@ -75,7 +75,7 @@ def plan_shards(
       axis_name: the mesh axes to shard over.
       mesh: a Mesh or an AbstractMesh.
       min_weight_size: parameters with fewer elements are replicated.
-      first_dim: the first dimension that may be sharded (earlier ones stack layers), or a prefix tree of `params` with them.
+      first_dim: the first dimension that may be sharded (earlier ones stack layers), as an int or a prefix tree of `params`.
 
     Returns:
       A VariableSpec for each parameter.

@@ -118,7 +118,7 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
       lowered, compiled: the lowered and the compiled train step, (state, key, inputs) -> (new state, outputs).
 
     Raises:
-      UserError: an array of the state isn't in host memory, or no activation is moved there; the message names the setting.
+      UserError: a state array isn't in host memory, or no activation is moved there; the message names setting and device.
     """
     offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded and not any(variable.memory_kind for variable in layout.records()):

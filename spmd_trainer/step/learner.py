@@ -30,7 +30,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     Attributes:
       optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
-      loss_name: name of the loss among the model's outputs. None stands for 'loss', its name in `spmd_trainer.models`.
+      loss_name: name of the loss among the model's outputs. None: 'loss', for models of `spmd_trainer.models` only.
       stochastic_gradient: must be None. In Pax, this field is for differentially private gradients, which are not supported.
       skip_zero_gradients: must be None. This field of Pax is not supported.
       grad_norm_summary: write summaries of the global gradient norm, before and after clipping, and of the norm of the updates.
@@ -52,8 +52,8 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       opt_state_dtype: dtype in which float32 arrays of the optimizer state, such as moments, are stored between steps: 'float32',
         'bfloat16' or '8bit' (see `opt_state_dtypes`). Arrays with fewer than 4,096 elements stay float32. So do moving averages
         (`ema_decay`) and copies of variables, even if one of the rules matches. A resumed run may change this field.
-      opt_state_dtype_rules: (regex, dtype) pairs that override `opt_state_dtype` for arrays of any size. The first pair applies
-        whose regex is found in an array's path, such as 'no_prefix/v/params/lm/softmax/w'.
+      opt_state_dtype_rules: (regex, dtype) pairs that override `opt_state_dtype` for arrays of any size. The first pair whose
+        regex is found in an array's path, such as 'no_prefix/v/params/lm/softmax/w', applies.
       opt_state_memory_kind: where the optimizer state is stored between steps: on the 'device', or in host memory
         ('pinned_host'). A step copies states from host memory layer by layer, see `host_states`. Small arrays and moving
         averages always stay on the device.
@@ -155,8 +155,8 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         Returns:
           The updates to add, in the structure of `old_vars`, and the new optimizer state in its stored form. The random bits of
           its rounding are those of the step that was given to `opt_state_dtypes.rounding_for`. In a skipped step, the updates
-          are zero and the state does not change. For a variable that its gradient replaces (an fp8 scale), the update is the
-          gradient.
+          are zero and the state does not change. For a variable that is overwritten with its gradient (an fp8 scale), the
+          update is the gradient.
         """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.

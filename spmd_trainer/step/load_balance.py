@@ -19,8 +19,8 @@ def moved_by_load(
 ) -> NestedJTensor:
     """Adjusts router biases, the variables marked with `masks.MOVED_BY_LOAD`, to the experts' load in the whole batch.
 
-    Each element belongs to an expert. It grows by the variable's rate if the expert's load is below the mean load, and shrinks by
-    the rate if the load is above the mean.
+    Each element belongs to an expert. It increases by the variable's rate if the expert's load is below the mean load, and
+    decreases by the rate if the load is above the mean.
 
     Args:
       layout: the layout, with the WeightHParams of all variables.

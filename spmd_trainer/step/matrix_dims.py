@@ -81,7 +81,7 @@ class Choice:
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
-    """Adds notes on the model's use of each variable to `collections` of its WeightHParams; `choose` reads the notes.
+    """Returns the WeightHParams with notes, in `collections`, on the model's use of each variable; `choose` reads the notes.
 
     Args:
       hparams: WeightHParams of the variables.

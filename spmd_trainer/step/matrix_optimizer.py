@@ -62,7 +62,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         dimension. A kernel with a single dimension for all heads and their columns stays whole, and a warning names it.
       rules: (regex, form) pairs, which override what the traced model shows. The first pair whose regex is found in a variable's
         path applies. The form is 'adam', or lists a role for each dimension, without those of repeated layers, such as
-        'stack,rows,cols'. The roles are 'rows' (inputs), 'cols' (outputs) and 'stack' (its indices are separate matrices).
+        'stack,rows,cols'. The roles are 'rows' (inputs), 'cols' (outputs) and 'stack' (a separate matrix for each index).
       weight_decay: weight decay of matrices: each step subtracts learning rate * weight_decay * variable.
       adam_learning_rate: Adam's learning rate before the schedule multiplies it; None for `learning_rate`.
       adam_beta1, adam_beta2, adam_epsilon: Adam's hyperparameters b1, b2 and eps, as in optax.

@@ -1,8 +1,8 @@
 """Finds the matrix products that read each variable of a model, and the role of each dimension of the variable in the products.
 
 The model is traced. The analysis of its jaxpr follows each variable to the products that read it (`tracked_dims`), and each
-result of a product to the products that read the result (`product_results`). It uses no names or annotations, so it works for
-models of any library.
+result of a product to the products that read the result (`product_results`). It needs no names or annotations in the model, so it
+works for models of any library.
 """
 
 from __future__ import annotations

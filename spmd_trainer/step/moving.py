@@ -71,7 +71,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
 
 
 def _common_shape(a: VariableSpec, b: VariableSpec, old: Layout, new: Layout) -> tuple[int, ...]:
-    """Returns the shape in which a variable moves: the padded shape that both layouts share, else one that both meshes divide."""
+    """Returns a variable's shape while it moves: the padded shape of both layouts, else the smallest that both meshes divide."""
     if a.padded_shape == b.padded_shape:
         return a.padded_shape
     rank = len(a.logical_shape)

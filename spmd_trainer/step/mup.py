@@ -18,8 +18,8 @@ the formula holds for every elementwise optimizer, and Adam's epsilon keeps its 
 so decoupled weight decay shrinks a variable by the fraction learning rate * decay per step at every width, as arXiv:2405.13698
 recommends. Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
 
-muP also changes factors inside the model, such as 1 / sqrt(d) in attention, which becomes 1 / d. Such a change is folded into
-a variable that is applied before the factor: its initial value, its updates and its gradient are multiplied by the change.
+muP also changes factors inside the model: attention's 1 / sqrt(d) becomes 1 / d. The change, a ratio that is 1 in the base model,
+is folded into a variable applied before the factor: the variable's initial value, updates and gradient are multiplied by it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
     """Settings of muP.
 
     Attributes:
-      base: {setting: value} of the base model. A setting is a class attribute of the experiment, or a path like 'task.model...'.
+      base: settings in which the base model differs: {class attribute of the experiment, or path like 'task.model...': value}.
       rules: (regex, form) pairs. The first pair whose regex is found in a variable's path applies. The form lists the role of
         each dimension, without those of repeated layers: 'rows' (fan-in), 'cols' (fan-out) or 'stack', such as
         'rows,rows,rows,cols' for a convolution. Other variables get their roles from the traced model.
@@ -96,7 +96,7 @@ class Scale:
     Attributes:
       rows: growth factor of the fan-in, r.
       cols: growth factor of the fan-out, c.
-      folded: the change of a factor inside the model that is folded into the variable; 1 if there is none.
+      folded: the ratio by which muP changes a factor inside the model, folded into the variable; 1 if there is none.
       update: the factor by which the optimizer's updates are multiplied.
     """
 
@@ -156,7 +156,7 @@ def base_task(task: SingleTask) -> SingleTask:
 def with_scales(
     task: SingleTask, hparams: NestedWeightHParams, base: NestedWeightHParams, uses: Mapping[str, Uses]
 ) -> NestedWeightHParams:
-    """Adds a note of each trainable variable's `Scale` to `collections` of its WeightHParams. Logs the scales.
+    """Returns the WeightHParams with a note, in `collections`, of each trainable variable's `Scale`. Logs the scales.
 
     Args:
       task: the task.
@@ -373,7 +373,7 @@ def rescaled(
 
 
 def _typical(init_variables: Callable[[jax.Array], NestedJTensor]) -> dict[str, float]:
-    """Returns {path: first element of the variable}, initialized with the same random bits for all elements."""
+    """Returns {path: first element of the variable}; all elements are initialized with the same random bits."""
     key = jax.random.key(0, impl=_SAME_BITS)
 
     def first() -> PyTree:

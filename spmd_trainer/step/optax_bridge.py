@@ -141,7 +141,7 @@ def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> opti
 def derived_specs(
     grad_tx: Any, var_weight_hparams: Any, declared: Mapping[str, base_layer.WeightHParams] | None = None
 ) -> Any:
-    """Derives the sharding of an optimizer state if its transformation has no `init_partition_spec`.
+    """Derives the sharding of the optimizer state of a transformation that has no `init_partition_spec`.
 
     Args:
       grad_tx: a transformation with optax' `init`.

@@ -97,7 +97,7 @@ class Result:
       of: paths of the variables from whose products the array is computed, without a further product in between.
       function: 'exp' or 'logistic' if the array is this function of products' results, else ''.
       chosen: (column, size of its dimension) for each column of an array from which a top_k, sort, argmax or argmin chose. If a
-        later array, such as one-hot vectors of the choice, has a dimension of this size without columns, it gets this column.
+        later array, such as one-hot vectors of the choice, has a dimension of this size without columns, that dimension gets it.
     """
 
     columns: Columns = ()
@@ -110,7 +110,7 @@ NOTHING = Result()
 
 
 def of_weight(path: str, dims: dims_lib.Dims) -> Result:
-    """Returns the `Result` of a weight. The columns of a dimension are its `Dim.origins`, as dimensions of the variable."""
+    """Returns the `Result` of a weight. The columns of a dimension are its `Dim.origins` in the variable `path`."""
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 
@@ -179,7 +179,7 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]
 
 
 def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]:
-    """Yields the variables in `of` if an operation sums or chooses over a column of theirs, or if their columns are unknown."""
+    """Yields each path in `of` if an operation sums or chooses over a column of that variable, or if its columns are unknown."""
     params, groups = eqn.params, _columns(value, eqn.invars[0])
     last = params.get("dimension", params.get("reduction_dimension", params.get("axis", len(groups) - 1)))
     over = {path for i in params.get("axes", (last,)) for path, _ in groups[i]}
@@ -239,7 +239,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
 
 
 def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
-    """Yields the operands whose elements scale whole vectors: a dimension behind their columns is broadcast from size 1."""
+    """Yields the operands whose elements scale whole vectors: a dimension after their columns is broadcast from size 1."""
     made = eqn.outvars[0].aval.shape
     last = max((i for i, group in enumerate(columns) if group), default=len(columns))
     for value, var in zip(values, eqn.invars, strict=True):

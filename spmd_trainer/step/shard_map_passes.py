@@ -1,7 +1,7 @@
 """Forward and backward pass of a step on each device's own rows, with all communication between devices written out.
 
 `gradients` and `evaluate` serve as `grad_fn` and `eval_fn` of the steps in `step_fns.py`, for padded variables and inputs. Read
-`gradients` first. The docstring of `shard_map.py` lists the collectives in both functions.
+`gradients` first. The docstring of `shard_map.py` lists the collectives of a train step.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Squeeze:
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """An edit (a recorded operation on a weight) that reshapes the adjacent dimensions named in `old` to those in `new`."""
+    """An edit (a recorded operation on a weight) that reshapes adjacent dimensions `old` to dimensions `new` of these `sizes`."""
 
     old: tuple[Name, ...]
     new: tuple[Name, ...]

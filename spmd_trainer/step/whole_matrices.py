@@ -3,7 +3,7 @@
 All matrices of equal shape form one batch, across variables and stacks; (m, n) and (n, m) count as equal. Each batch is divided
 over all devices of the mesh:
 
-- the groups of devices that hold replicas of the variables divide the batch among them;
+- the groups of devices that hold replicas of the variables divide the batch among themselves;
 - one all-to-all, over the mesh axes that shard the matrices, gives each device whole matrices;
 - the function computes on the whole matrices, without communication between devices;
 - one all-to-all returns the shards of the results, and one all-gather gives all replicas the whole batch.

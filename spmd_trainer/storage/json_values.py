@@ -60,8 +60,8 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
       unique: True refuses an object that has a key twice. False keeps the key's last value, as `json` does.
 
     Raises:
-      ValueError: the text is not JSON, exceeds a limit on size or nesting, or has a number that is not finite or has too many
-        digits, or a key twice. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
+      ValueError: the text is not JSON, exceeds a limit on bytes, values, nesting or digits, or has a number or key that `finite`
+        or `unique` refuses. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
     """
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes, the most that are read of such a file")

@@ -3,7 +3,7 @@
 These libraries' own listings cost more: gcsfs sends three requests for an object, and for a missing directory both list the
 neighboring names, page by page. GCS and S3 listings are consistent with all earlier writes.
 
-Repositories of the Hugging Face Hub (hf://) are listed by huggingface_hub, which requests each directory once.
+Repositories of the Hugging Face Hub (hf://) are listed by huggingface_hub, which requests a directory once and caches it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ObjectStore:
         return self._make()
 
     def info(self, path: PathLike) -> dict[str, Any]:
-        """Returns {'name', 'type' ('file' or 'directory'), 'size' (bytes), 'mtime', 'content' (see `listing.Entry`)}.
+        """Returns {'name', 'type' ('file' or 'directory'), 'size' (bytes), 'mtime' (datetime), 'content' (see `listing.Entry`)}.
 
         Raises:
           FileNotFoundError: there is neither an object nor a directory at `path`.

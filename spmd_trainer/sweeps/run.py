@@ -36,7 +36,7 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_BEFORE_HANDING_ON = 2.0
 # Number of last lines of a failed trial's output that are searched for the reason of the failure.
 _LAST_LINES = 12
-# The sweep stops if its first trials, this many, are all broken for the same reason.
+# The sweep stops if this number of trials at its beginning are all broken for the same reason.
 _SAME_FAILURES = 3
 
 

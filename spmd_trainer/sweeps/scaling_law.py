@@ -46,7 +46,7 @@ class ScalingLaw:
 
 
 def fit(flops: Sequence[float] | Floats, losses: Sequence[float] | Floats) -> ScalingLaw:
-    """Returns the law whose log losses have the least sum of squared differences from the logarithms of `losses`.
+    """Returns the law that fits `losses` best: it minimizes the sum of squared differences between logarithms of losses.
 
     Args:
       flops: compute of each run in FLOPs, with at least three different values.
@@ -84,7 +84,7 @@ def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> 
 
 
 def record(points: Sequence[tuple[int, float, float]]) -> dict[str, Any] | None:
-    """Returns the fitted scaling law for a sweep's page, as JSON values; None if there are fewer than 4 different FLOPs.
+    """Returns the fitted scaling law for a sweep's page, as JSON values; None for fewer than 4 different numbers of FLOPs.
 
     Args:
       points: (number of the trial, FLOPs, loss) of each trial. Trials whose FLOPs or loss are not positive, or whose loss is not

@@ -168,7 +168,7 @@ def _of_file(name: str) -> dict[str, Any]:
 
 
 def as_json(space: Space) -> dict[str, Any]:
-    """Returns a search space in the form that `read_space` reads. Values that JSON can't represent become their repr."""
+    """Returns a search space as JSON values that `read_space` reads. Values that JSON can't represent become their repr."""
     shown = {path: dataclasses.asdict(x) if isinstance(x, Range) else x for path, x in space.items()}
     found: dict[str, Any] = json.loads(json.dumps(shown, default=repr))
     return found
@@ -202,7 +202,7 @@ def grid_point(space: Space, number: int) -> Values:
 def random_point(space: Space, seed: int, number: int) -> Values:
     """Returns random values for a trial, which depend only on the space, the seed and the trial's number.
 
-    If the space has no ranges and its grid at most a million points, each point is drawn once before any is drawn again.
+    If the space has no ranges and at most a million grid points, each point is drawn once before any is drawn again.
     """
     if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)

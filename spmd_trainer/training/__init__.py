@@ -5,7 +5,7 @@ train.py           the training loop. start_up.py prepares the first step, step_
 evaluate.py, decode.py, verify.py   the other loops; dataset_batches.py reads their batches, decode_records.py writes decodes
 
 Settings: run_config.py declares each once; experiment_config.py and class_overrides.py resolve the experiment, job.py builds it.
-start_checks.py checks at the start of a run what the run needs only later, same_settings.py ends a job whose processes have
+start_checks.py checks at the start of a run what the run needs only later, same_settings.py refuses a job whose processes have
 different settings, rooms.py finds the optional subpackages, xla_flags.py passes the experiment's XLA flags to the compiler.
 
 Callbacks of every run (`spmd_trainer.callbacks`; callback_list.py calls them):

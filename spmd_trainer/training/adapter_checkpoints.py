@@ -53,14 +53,14 @@ def begin(
       metadata: the layout of the state, with or without optimizer states.
       state: the initialized state. Arrays that are replaced by loaded ones are deleted.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
-      restored_from: the Hugging Face folder of the frozen base model; None if `task.train.init_from_checkpoint_rules` name it.
+      restored_from: the Hugging Face folder of the frozen base, if no rule of the task names it; see `rules_of`.
 
     Returns:
       (state, origin, report). The run's checkpoints get `origin` as metadata: the Hugging Face folder that the variables came
       from and, in a run with adapters, the base and the settings of the adapters. `report` is None if `rules` is empty.
 
     Raises:
-      Exception: see `loading_rules.resolve_rules`.
+      UserError, CheckpointError: see `loading_rules.resolve_rules`.
       CheckpointMismatchError: loaded adapters were trained with settings that differ from `task.lora`.
     """
     variables = metadata.variables
@@ -93,7 +93,7 @@ def begin(
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:
-    """Returns True if a run with adapters begins from this directory: the task has adapters, and it is a HF or PEFT folder.
+    """Returns True if a run with adapters begins from `directory`: the task has adapters, and this is a HF or PEFT folder.
 
     Called by every process.
 
@@ -137,7 +137,7 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
 
 
 class FrozenBase:
-    """The frozen base of a run with adapters. The run's checkpoints lack it: it is loaded once, and added to each of them."""
+    """The frozen base of a run with adapters. The run's checkpoints lack it, so it is loaded once, for all of them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

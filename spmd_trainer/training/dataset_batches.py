@@ -155,7 +155,7 @@ def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, 
 
 
 def _state_of(data: Any) -> str:
-    """Returns an input's state (its position and its data's identity) as text; '' for an input without `get_state`."""
+    """Returns an input's state (its position and its data's identity) as text; '' if it has no `get_state` of its own."""
     try:
         return repr(data.get_state())
     except NotImplementedError:
@@ -211,8 +211,8 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
       kind: 'evaluation' or 'decode'.
 
     Returns:
-      The built input, reset to its beginning, for `Job.keep_input`. None if the input, e.g. a Pax stream, doesn't report its
-      position, because then it isn't known whether the reset worked.
+      The built input, reset to its beginning, for `Job.keep_input`. None if it isn't certain that the reset worked, e.g.
+      because the input (a Pax stream, for instance) doesn't report its position.
 
     Raises:
       UserError: the input can't be built or read, it is empty, or the batch differs from its declared specs.

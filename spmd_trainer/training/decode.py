@@ -162,7 +162,7 @@ class DecodeDataset(FiniteDataset):
         return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:
-        """Decodes `batch` (this process's rows), and returns the per-example outputs. The random key depends on `index`."""
+        """Decodes the batch with this index, given this process's rows. Returns the per-example outputs of `model.decode`."""
         return self._run_step(state, batch, index)[1]
 
     def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[Packed, PyTree, PyTree]:

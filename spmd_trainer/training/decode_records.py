@@ -250,7 +250,7 @@ class DecodeOutput:
         return summary["metrics"]
 
     def batches_done(self) -> int:
-        """Returns how many batches, counted from batch 0, have a file with this identity. If none has, deletes all files."""
+        """Returns how many batches in a row, from batch 0, have a file with this identity. If none, deletes the batch files."""
         done = 0
         while (part := _read_json(self._part(done))) is not None and part["identity"] == self._identity:
             done += 1

@@ -125,8 +125,8 @@ class EarlyStop(Callback):
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Calls `early_stopping_fn`, and saves the best checkpoint. All processes use the function's result on process 0.
 
-        Doesn't call the function a second time for the same step, e.g. for a step that `on_start` has replayed. Doesn't call it
-        either if it may need the metrics of a training batch but none was evaluated, because the training input has ended.
+        Doesn't call the function a second time for the same step, e.g. for one that `on_start` has replayed; or if the function
+        may need the metrics of a training batch, and none was evaluated because the training input has ended.
         """
         fn = run.task.early_stopping_fn
         if fn is None:

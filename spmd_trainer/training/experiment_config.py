@@ -89,8 +89,8 @@ def resolve(
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
       mesh: the mesh of `--mesh`, or None.
-      join: function that connects the job's processes and returns their number; None if no run follows. If given, calls
-        `let_host_devices_stand_in` before the dataset methods, because those of Pax call `jax.local_device_count()`.
+      join: function that connects the job's processes and returns their number; None if no run follows. If given,
+        `let_host_devices_stand_in` is called before the dataset methods, because those of Pax call `jax.local_device_count()`.
 
     Raises:
       UserError: the experiment, a field or an attribute is unknown; a value is invalid; or the experiment's settings contradict

@@ -25,7 +25,7 @@ class NonFiniteStepError(UserError):
 
 
 class NothingLearntError(UserError):
-    """Many consecutive steps taught the model nothing: a batch's weights were all 0, or its loss or gradient was invalid."""
+    """Many consecutive steps taught the model nothing: each batch's weights were all 0, or its loss or gradient was invalid."""
 
 
 def is_accepted(scalars: Scalars) -> bool:

@@ -194,7 +194,7 @@ class Job:
         return built
 
     def cut(self, batch: PyTree) -> PyTree:
-        """Cuts the rows of one process's training batch into rows of length `stage.length`; does nothing if that is None."""
+        """Returns one process's training batch, with its rows cut into rows of `stage.length` tokens if that is set."""
         return batches.cut_rows(batch, self.stage.length) if self.stage and self.stage.length else batch
 
     def build_input(self, input_p: Any) -> Any:

@@ -21,7 +21,7 @@ _page = functools.partial(setting, group="The page of a run (--mode=page)")
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig(RunConfig):
-    """Settings of `--mode=export`, which writes a checkpoint as a Hugging Face folder."""
+    """Settings of `--mode=export`, which exports a checkpoint, by default as a Hugging Face folder."""
 
     mode: str = "export"
     directory: epath.Path = _export(

@@ -79,7 +79,7 @@ class ReferenceFiles:
         return found if len(found) == self._num_pairs else None
 
     def num_done(self) -> tuple[int, int]:
-        """Returns how many pairs, counted from pair 0, have stored values, and how many of those values aren't NaN."""
+        """Returns how many pairs, counted from pair 0, have stored values, and how many of these pairs have no NaN."""
         found = self._done()
         return len(found), int(np.count_nonzero(~np.isnan(found[:, 0])))
 

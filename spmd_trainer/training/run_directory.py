@@ -153,7 +153,7 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
 def mark_begin_of_training(
     directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object], *, trains: bool = True
 ) -> None:
-    """Records a run's overrides and flags when it begins to train, and clears the recorded end of a previous launch.
+    """Records a run's overrides and flags when it begins to train; clears the recorded end of a previous launch. Process 0 only.
 
     Args:
       directory: the `job_log_dir`.
@@ -293,7 +293,7 @@ def _read(path: epath.Path) -> list[str] | None:
 def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
     """Writes old settings to the next free `config.N.txt` and returns its path.
 
-    Only returns the newest file's path if it has these settings already, because a process was killed just after writing it.
+    If the newest such file already has them, because a process was killed just after writing it, only returns its path.
     """
     numbers = [int(match[1]) for entry in directory.iterdir() if (match := EARLIER_CONFIG.fullmatch(entry.name))]
     newest = max(numbers, default=0)

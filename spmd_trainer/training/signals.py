@@ -27,7 +27,7 @@ class SaveRequest:
     Attributes:
       leaves: True if the run exits after the requested save. Ctrl-C always requests this; SIGTERM and SIGHUP do by default.
       leaving: True once the training loop has received a request to exit, from `take`.
-      answered: True after a save of several processes. No request can follow, because they can agree on a save only once.
+      answered: True once several processes have agreed on a save. No request can follow, because they can agree only once.
       training: True while the run takes training steps. When it is False, the last step is already saved, and a signal only
         interrupts the final evaluation or decode.
     """

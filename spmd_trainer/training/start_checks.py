@@ -233,7 +233,7 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
 
 
 def _check_averages(config: RunConfig) -> None:
-    """Refuses `last:K` in training. Refuses, in all modes that use them, moving averages that the learner doesn't keep."""
+    """Refuses `last:K` in training, and moving averages that the task requests for this mode but the learner doesn't keep."""
     task_p, mode, given = config.experiment.task_p, config.mode, config.eval_averages
     if mode == "train" and given and averages.last_count(given):
         raise UserError(

@@ -60,7 +60,7 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function, which must be fast. If writing is enabled, `write` calls it in the thread of its own caller."""
+        """Registers a function that each later `write` calls in its caller's thread if writing is enabled. It must be fast."""
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:

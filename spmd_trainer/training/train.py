@@ -172,7 +172,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
 
 
 def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
-    """Ends a run that hangs, in place of the blocked training loop: records the failure, tells callbacks, flushes summaries."""
+    """Records that a run hangs, calls each `on_failure` and flushes summaries, because the training loop may be blocked."""
     run_directory.mark_failure(run.job_log_dir, run.step, error)
     callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
     run.summaries.flush()

@@ -176,7 +176,7 @@ class Board:
         return None if self._latest is None else self._latest[0]
 
     def conclusion(self) -> Digest | None:
-        """Returns the newest digest, with its times updated to now; None before the first digest. Never waits.
+        """Returns the newest digest, with `still` updated to now; None before the first digest. Never waits.
 
         If process 0 has published nothing for `silent_after` seconds, the digest covers only this process and process 0.
         """

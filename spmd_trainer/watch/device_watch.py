@@ -75,11 +75,11 @@ class DeviceWatch:
     """Measures some training steps in a separate thread. This takes 0.2% of the time, and the training loop never waits for it.
 
     Attributes:
-      steps: device seconds of each of the last measured steps. A step's time begins when the step has been dispatched and the
-        previous step is done, and ends when its result is ready.
+      steps: device seconds of each of the last measured steps. A step's time begins when its dispatch begins or the previous
+        step is done, whichever is later, and ends when its result is ready.
       probes: seconds that the probe took after each of these steps.
       dry: for each of these steps, 1.0 if the devices were idle when the step was dispatched, else 0.0. Empty for host (CPU)
-        devices, which share the cores with the host's own work.
+        devices, whose work never hides the host's own work, because both share the cores.
     """
 
     def __init__(self, probe: DeviceProbe | HostProbe, clock: Clock = time.monotonic):

@@ -222,7 +222,7 @@ def flops_per_item(run: Run) -> dict[str, float]:
     'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts the matrix products that are computed: only the chosen experts, and
     causal attention over half of all keys. It leaves out embedding lookups and rematerialization, and treats a row of several
     texts as one text. Models without the method `matrix_flops` have no 'mfu'; `DecoderLanguageModel` has this method.
-    Returns {} if the batches have no tokens, or if the subpackage `kernels.chips` is not installed.
+    Returns {} if the batches have no tokens, or if `kernels.chips` is not installed.
     """
     if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
         return {}

@@ -25,7 +25,7 @@ def stacks(longest: int | None = None) -> str:
     """Returns the stacks of this process's Python threads: first the main thread, then threads that read input, then others.
 
     Each stack begins with the innermost call. It has file names, line numbers and function names, but no source lines, because
-    reading source files could hang. The trainer's own monitoring threads are left out.
+    reading source files could hang. The trainer's threads that only watch and wait are left out.
 
     Args:
       longest: maximum number of characters; None for no limit.

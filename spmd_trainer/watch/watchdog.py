@@ -207,7 +207,7 @@ class Watchdog(Callback):
         )
 
     def _stacks_if_behind(self) -> str:
-        """Returns this process's stacks if it is behind and half of the shorter time limit has passed; else ''."""
+        """Returns this process's stacks if it is behind and half of the shorter limit has passed without progress; else ''."""
         latest = None if self._board is None else self._board.latest()
         limit = min(limit for limit in (self._seconds, self._hang_seconds) if limit)
         if self._count == 1 or latest is None or self._index not in latest.behind or latest.still < limit / 2:

@@ -61,7 +61,7 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
       settings: the settings; S is their `num_samples` and N their `max_tokens`.
 
     Returns:
-      1. Scalars, each as (value, weight): num_decoded, and the mean of generated_tokens over rows and samples.
+      1. Scalars, each as (value, weight): num_decoded, and generated_tokens, a mean over rows and samples.
       2. The batch with the results: output_ids int32 [B, S, P + N], prompts and their continuations; decode_lengths int32
         [B, S], length of prompt plus continuation; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P];
         prefix_lengths int32 [B] and original_lengths int32 [B, S], the lengths of the prompts. The samples of a prompt are

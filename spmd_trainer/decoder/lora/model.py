@@ -120,8 +120,8 @@ class LoraModel:
         return found
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Sets DoRA's magnitudes to the norms of the base model's weights. Call this method under jit, if the base model was
-        loaded after the adapters were initialized. Takes and returns all variables, without padding.
+        """Sets DoRA's magnitudes to the norms of the base model's weights. If the base model was loaded after the adapters were
+        initialized, call this method under jit. Takes and returns all variables, without padding.
         """
         if not self.settings.dora:
             return mdl_vars
@@ -166,7 +166,7 @@ class LoraModel:
         """Returns {path of a target, e.g. 'params/lm/mlp/w': its stack, input and output dimensions}.
 
         Raises:
-          RuntimeError: none of `init_variables`, `forward` and `decode` has been traced yet, as by a partitioner's `setup`.
+          RuntimeError: none of `init_variables`, `forward` and `decode` has been traced yet. A partitioner's `setup` does this.
         """
         if self.dims is None:
             raise RuntimeError("the adapters' targets are unknown until init_variables has been traced")

@@ -47,7 +47,7 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
 
 
 def _check(path: str, use: Uses, fitting: list[str]) -> None:
-    """Raises UserError if no matrix product reads the variable, or if products contract different dimensions of it."""
+    """Raises UserError if no matrix product reads the variable, or if its dimensions' roles differ between products."""
     near = f"nearest variables that can have adapters: {_nearest(path, fitting)}"
     if len(use.products) > 1:
         raise UserError(

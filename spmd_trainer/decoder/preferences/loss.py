@@ -51,7 +51,7 @@ class PreferenceLoss:
       loss: one of `LOSSES`.
       beta: strength of the regularization toward the reference model (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
       label_smoothing: fraction of pairs assumed to be mislabeled, at least 0 and less than 0.5; must be 0 for 'ipo'.
-      target_margin: target for the difference between a pair's two rewards (SimPO's gamma), 0 or more. Only 'simpo' uses it.
+      target_margin: target for the difference between a pair's two rewards (SimPO's gamma), 0 or more for 'simpo'; else 0.
     """
 
     loss: str = "sigmoid"

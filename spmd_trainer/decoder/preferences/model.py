@@ -114,8 +114,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
         In training with adapters, the frozen base model is the reference model: call this method with its variables.
 
         Args:
-          input_batch: the batch. It is returned unchanged if it has no pairs, if it already has `reference_logps`, or if the
-            loss needs no reference model.
+          input_batch: the batch; returned unchanged if it has no pairs, or has `reference_logps`, or the loss needs none.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.

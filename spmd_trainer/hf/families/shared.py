@@ -98,7 +98,7 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
 
     Args:
       config: the config with its defaults. If it lacks `layer_types`, every n-th layer has full attention, where n is the
-        setting of the first key in `_EVERY` that the config has.
+        value of the first key in `_EVERY` that the config has.
       fields: the DecoderSpec fields to add to.
       other, kind: the names of layers without full attention: `other` in config.json, `kind` in a DecoderSpec.
     """

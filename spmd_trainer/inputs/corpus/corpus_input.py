@@ -47,21 +47,21 @@ class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
     A training input never ends, unless its sources have `epochs`. An evaluation input gives every document once, then raises
-    StopIteration until `reset()`. The last batch is filled up with rows of weight 0, so all processes have as many batches.
-    Batches have the same arrays as in `TextInput`. Documents without text are left out. A window is a group of consecutive
-    documents that are packed into rows together. A thread makes the next window in advance.
+    StopIteration until `reset()`. The last batch is filled up with rows of weight 0, so all processes have the same number of
+    batches. Batches have the same arrays as in `TextInput`. Documents without text are left out. A window is a group of
+    consecutive documents that are packed into rows together. A thread makes the next window in advance.
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       seq_len: tokens per row, T.
       packing: 'best_fit' cuts documents into pieces of at most T tokens, and puts several pieces into a row, each as a segment.
-        'pad': one piece per row. 'split' cuts the concatenated documents every T tokens, and attention crosses documents.
+        'pad': one piece per row. 'split' cuts the concatenated documents every T tokens: no padding; attention crosses documents.
       segment_len: maximum tokens per piece (only for 'best_fit'), at most T; None: T. {0: 512, 10_000: 2048} is a curriculum:
         at most 512 tokens per piece from training step 0 on, and 2,048 for documents that begin at step 10,000 or later. This
         is dataset decomposition (Pouransari et al. 2024, arXiv:2405.13226), except that all rows have T tokens. With a mapping,
         a saved position is valid only for the same number of rows per global batch.
-      shuffle: True shuffles the documents of each source, and the rows of each window. None shuffles only training data.
+      shuffle: True shuffles each source's documents (see `Documents`) and each window's rows. None shuffles only training data.
       window_rows: rows per window; more rows pack better and take more memory. None: 256, or fewer (at least 32) if 256 rows
         would have more than 4,194,304 tokens.
       bad_records: 'raise' stops at a record that can't be read or encoded, with an error that names its file and its number.

@@ -57,7 +57,7 @@ class PairTable(NamedTuple):
 
     Attributes:
       sequences: two rows per pair: the prompt with the chosen answer, then the prompt with the rejected answer.
-      places: int64 [pairs + 1, 3 (number of the pair's source, and the two numbers of its `order.Taken.place` in this source)];
+      places: int64 [pairs + 1, 3]: number of the pair's source, then the two numbers of its `order.Taken.place` in this source;
         -1 for the empty pair.
     """
 
@@ -99,7 +99,7 @@ class FramedDocument(NamedTuple):
 class RowPlan(NamedTuple):
     """Plan for putting pieces of framed documents into rows. Arrays are int64 [pieces].
 
-    Numbers and sizes count labels (tokens to predict), which are all tokens of a framed document except the first.
+    `starts` and `sizes` count labels (tokens to predict), which are all tokens of a framed document except the first.
 
     Attributes:
       documents: number of the document of each piece.

@@ -8,7 +8,7 @@ documents and tokens, and the byte offsets of the columns in the part's file.
 An Arrow file stores the tokens of a record batch contiguously, so any part of a document is a byte range, also in object
 stores. Any Arrow library can read the files.
 
-Documents are numbered as in the original source, so a shuffle gives the same order. A document without text has no tokens.
+Documents are numbered as in the original source, so each shuffle gives the same order. A document without text has no tokens.
 A bad record that was left out has no tokens either, and its `bytes` is -1 minus its size.
 """
 
@@ -34,7 +34,7 @@ from spmd_trainer.storage.local_copies import cached_index
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 2
-# Number of documents whose lengths are read at a time, in order. If they are read by number, lengths this near are read together.
+# In order: number of documents whose lengths are read at a time. By number: lengths this near each other are read together.
 _BLOCK, _NEAR = 1024, 256
 # Ranges that are this near each other are read in one request of an object store; see `_together`.
 _NEAR_BYTES = 2**16

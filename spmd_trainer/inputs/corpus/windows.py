@@ -177,7 +177,7 @@ class WindowMaker:
         self._cancelled.set()
 
     def next_window(self, share: Share) -> Window | Cursor:
-        """Returns the next window, with this process's rows, `share`. After the last window, returns the input's end position.
+        """Returns the next window with this process's rows (`share`). After the last window, returns the input's end position.
 
         Raises:
           UserError: a source can't be read or has a bad record, or all sources are empty.

@@ -26,7 +26,7 @@ _MOST_DEVICES = 512
 
 
 class RunReader:
-    """Reads the data that a page shows about one run. Later calls of `read` read only files that have changed.
+    """Reads the data that a page shows about one run. Later calls of `read` skip local files that haven't changed.
 
     Attributes:
       settings: {path: value} of the run's `config.txt`.
@@ -79,7 +79,7 @@ class RunReader:
         }
 
     def _changes(self) -> Record:
-        """Returns the settings that have changed when the run was restarted, newest changes first."""
+        """Returns the settings that changed when the run was restarted, newest changes first."""
         rows: list[Record] = []
         with self._noting(run_files.CONFIG_FILE):
             earlier = sorted(path.name for path in self.path.iterdir() if run_files.EARLIER_CONFIG.fullmatch(path.name))

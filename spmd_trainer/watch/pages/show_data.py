@@ -86,7 +86,7 @@ def build_job(config: RunConfig) -> Job:
 
 
 def show_data(job: Job) -> None:
-    """Prints the first rows of the job's training and evaluation datasets. Process 0 prints its own rows; other processes, none.
+    """Prints the first rows of the job's training and evaluation datasets. Only process 0 prints, and only its own rows.
 
     If the job has a directory for reports, also writes the measurements of its corpora to `data.html`.
 

@@ -177,7 +177,7 @@ class Feed:
                 return
 
     def _more(self, first: StepScalars) -> tuple[list[StepScalars], _Call | None]:
-        """Returns `first` and the scalars queued after it, up to the tracker's batch size, and the next queued call or None."""
+        """Returns `first` and the next queued scalars, up to the tracker's batch size, and the call that ended them or None."""
         records = [first]
         while len(records) < self._tracker.batch:
             try:

@@ -4,8 +4,8 @@
         USE_FUSED_ATTENTION = True
 
 For other models, call `use_fused_attention_in(model_p)` on the model's config. It replaces attention layers by this module's
-fused classes, which get segment ids from `TransformerLm` instead of a mask. Variables stay the same. Layers that get a mask
-nevertheless (encoders, cross-attention, prefix LMs, masks in the batch) use praxis' own attention, as do all decode steps.
+fused classes, and `TransformerLm` by a class that passes them segment ids instead of a mask. Variables stay the same. Layers
+that still get a mask (encoders, cross-attention, prefix LMs, masks in the batch) use praxis' own attention; so do decode steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LanguageModelType = transformer_models.LanguageModelType
 
 
 class FusedDotProductAttention(layers.DotProductAttention):
-    """praxis' `DotProductAttention`, computed by a fused kernel. It returns None in place of attention probabilities.
+    """praxis' `DotProductAttention`, computed by a fused kernel, which returns no attention probabilities.
 
     Variables are the same as in praxis. Results are equal up to rounding: praxis rounds the logits, while they stay in float32
     here. Settings that no kernel supports raise errors. praxis' summaries of the logits are missing.

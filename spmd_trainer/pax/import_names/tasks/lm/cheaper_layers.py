@@ -57,7 +57,7 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
 
     With lookup_style 'matmul', praxis multiplies the embedding table by one-hot ids. This layer gathers rows of the table
     instead. The backward pass still computes praxis' matrix product, because a scatter-add in bfloat16 would round after each
-    token, and would add in no fixed order on GPUs. With more than 1,024 tokens per sequence, the product is summed over chunks.
+    token, and would add in no fixed order on GPUs. Sequences longer than 1,024 tokens are multiplied in chunks of 1,024.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
