@@ -258,9 +258,7 @@ def convert(
         # A flat dictionary is a tree of its own: only the paths count in a checkpoint.
         saved = checkpointer.save(contents.step, state, wanted, input_state=None, metadata=about)  # type: ignore[arg-type]
     if not saved:
-        raise PaxError(
-            f"{target} has a step {contents.step} or a newer one, so nothing was written; give another directory"
-        )
+        raise PaxError(f"{target} has a step {contents.step}, so nothing was written; give another directory")
     logging.info("wrote step %d of %s to %s", contents.step, contents.label, target)
     return contents.step
 

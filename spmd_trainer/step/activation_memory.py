@@ -91,6 +91,8 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and inside:
             yield eqn.params["name"]
+        if not inside and eqn.primitive.name.startswith("custom_"):
+            continue  # `_changed` gives no policy to blocks in a custom derivative
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from _names(inner, inside=inside or eqn.primitive.name in REMAT)
 

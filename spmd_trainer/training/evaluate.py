@@ -72,8 +72,7 @@ class Evaluations:
             self._datasets = [EvalDataset(self._job, config, index) for index, config in enumerate(configs)]
         results: dict[str, float] = {}
         if train_batch is None and next_batch is not None:
-            record = read_metrics(self._job.config.job_log_dir, "eval_train").get(step, {})
-            if multihost.broadcast(bool(record)):
+            if record := self._recorded("train", step):
                 results |= _results_again("train", step, record)
             else:
                 train_batch = next_batch()
@@ -81,13 +80,17 @@ class Evaluations:
             results |= self._write("train", step, self._evaluate_train_batch(state, train_batch), {})
         for dataset in self._datasets:
             same = dataset.fingerprint(state)
-            record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
-            if multihost.broadcast(record.get(_IDENTITY) == same):
+            record = self._recorded(dataset.name, step)
+            if record.get(_IDENTITY) == same:
                 results |= _results_again(dataset.name, step, record)
             else:
                 metrics = dataset.evaluate(state, step, between_batches)
                 results |= self._write(dataset.name, step, metrics, {_IDENTITY: same})
         return results
+
+    def _recorded(self, name: str, step: int) -> dict[str, Any]:
+        """Returns the scalars and notes of a dataset's evaluation at `step` as process 0 reads them; {} if there are none."""
+        return multihost.broadcast(read_metrics(self._job.config.job_log_dir, f"eval_{name}").get(step, {}))
 
     def _evaluate_train_batch(self, state: TrainState, batch: PyTree) -> dict[str, float]:
         if self._train_step is None:

@@ -18,7 +18,7 @@ from spmd_trainer.storage import is_remote, reading
 # Maximum number of characters of stacks that a process sends to other processes: more would not fit a log either.
 LONGEST = 12_000
 # Beginnings of the names of the trainer's threads that only watch and wait.
-_WATCHING = ("watchdog", "beats", "heartbeat", "phase:", "lock", "peer-watch", "run-log")
+_WATCHING = ("watchdog", "beats", "heartbeat", "phase:", "lock", "peer-watch", "device-watch", "run-log")
 
 
 def stacks(longest: int | None = None) -> str:

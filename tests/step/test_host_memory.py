@@ -237,6 +237,13 @@ def test_a_name_that_no_activation_has_is_refused_and_so_are_lists_that_contradi
     w, x = np.ones((3, 4, 4), np.float32), np.ones((2, 4), np.float32)
     with raises_naming(UserError, "offloaded_activations", "'hiden'", "hidden", "out"):
         with_activations(offloaded=["hiden"])(w, x)
+    # The block in a custom derivative keeps its own policy, so its names can't be set.
+    block = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.tanh(x), "inner")))
+    own_derivative = jax.custom_jvp(lambda x: block(x))
+    own_derivative.defjvp(lambda primals, tangents: jax.jvp(block, primals, tangents))
+    train = types.SimpleNamespace(saved_activations=["inner"], offloaded_activations=[])
+    with raises_naming(UserError, "saved_activations", "'inner'"):
+        activation_memory.with_policy(types.SimpleNamespace(train=train), own_derivative)(x)
     with raises_naming(ValueError, "saved_activations", "offloaded_activations", "'context'"):
         make_task(saved_activations=["context"], offloaded_activations=["context"])
     with raises_naming(ValueError, "offloaded_activations", "'context'", "list"):

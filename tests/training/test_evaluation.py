@@ -180,6 +180,18 @@ def test_early_stopping_keeps_the_best_checkpoint_and_survives_a_restart(tmp_pat
     assert metrics["heldout/log_pplx"] == pytest.approx(losses[best - 1], rel=1e-6)
 
 
+def test_all_processes_have_the_results_that_process_0_finds(tmp_path, monkeypatch):
+    """Each may see another metrics.jsonl: on the first process's disk, or in a store that shows new files late."""
+    job = eval_job(tmp_path)
+    found = checkpoints.restore_for_inference(job, "none")
+    seen = {"step": found.step, "log_pplx": 2.5, "identity": "the same"}
+    monkeypatch.setattr(evaluate.EvalDataset, "fingerprint", lambda self, state: "the same")
+    monkeypatch.setattr(evaluate.EvalDataset, "evaluate", lambda *args: pytest.fail("it was evaluated again"))
+    monkeypatch.setattr(evaluate.multihost, "broadcast", lambda value: seen)
+    results = evaluate.Evaluations(job, SummaryWriters(tmp_path)).run(found.state, found.step)
+    assert results == {"heldout/log_pplx": 2.5}
+
+
 def test_early_stopping_counts():
     stopping = EarlyStopping(metric="a/b", mode="max", patience=2, min_delta=0.5)
     told = [stopping({"a/b": value}, "eval", step, False) for step, value in enumerate([1.0, 1.4, 2.0, 2.1, math.nan])]
