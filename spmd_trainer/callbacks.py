@@ -157,7 +157,7 @@ class Run:
         """Returns how the run has ended: 'finished', 'failed', or 'stopped' by a signal or Ctrl-C.
 
         Args:
-          error: the exception that ended the run, or None.
+          error: the exception that ended the run; None if there was none.
         """
         if error is not None:
             return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -298,7 +298,7 @@ class StepWatch:
         """
 
     def took_input(self, now: float, for_others: float) -> None:
-        """Called when the batch has arrived, at the time `now`. `for_others` is the total up to now, see `begin`."""
+        """Called when the batch has arrived, at the time `now`. `for_others`: the seconds described in `begin`, up to `now`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
         """Wraps the step function: returns the function that the loop calls instead of `fn`, to take step `run.step + 1`."""

@@ -132,7 +132,7 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        """Replaces the value of every field by its parsed and checked value."""
+        """Replaces the value of every field with its parsed and checked value."""
         for name, about in settings_of(type(self)).items():
             object.__setattr__(self, name, about.checked(getattr(self, name)))
 

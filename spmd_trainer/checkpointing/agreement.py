@@ -22,7 +22,7 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
     All processes must call it. Returns None if no process has a problem.
 
     Args:
-      check: returns the problem that this process finds with a step, or None.
+      check: returns the problem that this process finds with a step; None if it finds none.
 
     Raises:
       CheckpointNotFoundError: on every process, if one process did not find the step.

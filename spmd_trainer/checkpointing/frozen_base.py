@@ -84,7 +84,7 @@ def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainS
 
 
 def lacks_base_text(metadata: Mapping[str, Any]) -> str:
-    """Returns a phrase for messages if this trainer saved a checkpoint without its adapters' base; otherwise ''.
+    """Returns '' or, if a checkpoint has adapters without their frozen base, a phrase that says so and where the base came from.
 
     Args:
       metadata: the metadata in the checkpoint's record.

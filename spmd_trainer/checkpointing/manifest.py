@@ -217,7 +217,7 @@ def _remote_sizes(step_dir: epath.Path) -> dict[str, int]:
 
 
 def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str, int] | None) -> str | None:
-    """Compares the sizes of files with a manifest. Returns the first problem, or None.
+    """Compares the sizes of files with a manifest. Returns the first problem; None if there is none.
 
     Args:
       step_dir: the step's directory.

@@ -115,7 +115,7 @@ def conversion(
 
 
 def part_of(path: str) -> str:
-    """Returns the path of the part to which an array belongs: without the suffixes '/codes_8bit' and '/scale_8bit'."""
+    """Returns the path of an optimizer state: `path`, of one of its arrays, without any suffix '/codes_8bit' or '/scale_8bit'."""
     return path.removesuffix(CODES).removesuffix(SCALE)
 
 

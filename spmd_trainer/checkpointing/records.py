@@ -125,7 +125,7 @@ class SavedVariable:
 
     @classmethod
     def from_spec(cls, spec: VariableSpec) -> SavedVariable:
-        """Returns the SavedVariable that a checkpoint of a variable with this spec has."""
+        """Returns the SavedVariable that a new checkpoint would have for a variable with this spec."""
         shape = tuple(spec.logical_shape)
         return cls(shape, dtype_name(spec.dtype), shape, str(spec.spec), stored_keys(spec.path))
 

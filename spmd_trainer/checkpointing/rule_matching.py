@@ -117,7 +117,7 @@ class Match:
     Attributes:
       rule: index of the rule in `load_rules`.
       source: the name of the variable in the checkpoint: the rule's template, filled with the regex's groups.
-      ignored_by: the ignore rule that excludes the variable, or None.
+      ignored_by: the ignore rule that excludes the variable; None if no rule does.
     """
 
     rule: int
@@ -196,7 +196,7 @@ def shadowed(load_rules: Sequence[tuple[str, str]], names: Sequence[str]) -> lis
 
     Returns:
       A message for each rule without effect. If an earlier rule matches all of the rule's variables and more, the message
-      advises to move the rule before it.
+      advises moving the rule before that one.
     """
     matched = [{name for name in names if re.match(pattern, name)} for pattern, _ in load_rules]
     messages = []
@@ -217,7 +217,7 @@ def describe(index: int, pattern: str, template: str) -> str:
 
 
 def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
-    """Returns the text 'the nearest are a, b, c', with up to three names that begin or end most like `pattern`."""
+    """Returns a text such as 'the nearest are a/w, b/w, c/w', with up to three names that begin or end most like `pattern`."""
     text = _WILDCARDS.sub("", pattern)
 
     def likeness(name: str) -> float:
@@ -228,7 +228,7 @@ def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
 
 
 def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Returns the text 'the nearest is a', with the name that is most like `wanted`."""
+    """Returns a text such as 'the nearest is lm/softmax/w', with the name that is most like `wanted`."""
     near = max(names, key=lambda name: _ratio(wanted, name), default=None)
     return f"the nearest is {near}" if near else "there are none"
 

@@ -97,7 +97,7 @@ def pytree_handler(arrays: UnpaddedArrayHandler) -> ocp.PyTreeCheckpointHandler:
 def _without_keys(
     values: Sequence[jax.Array], infos: Sequence[types.ParamInfo]
 ) -> tuple[list[jax.Array], dict[str, dict[str, str]]]:
-    """Replaces PRNG keys by their uint32 data. Returns the arrays, and {name: Orbax's metadata} for the keys."""
+    """Replaces PRNG keys with their uint32 data. Returns the arrays, and {name: Orbax's metadata} for the keys."""
     arrays, notes = [], {}
     for value, info in zip(values, infos, strict=True):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -126,7 +126,7 @@ class Attention(SpecLayer):
         )
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim=0, time_dim=1)`."""
+        """Replaces each array of this layer's decode cache with `transform_fn(array, batch_dim=0, time_dim=1)`."""
         for name in self.cached:
             self.update_decode_state(name, transform_fn(self.get_decode_state(name), 0, 1))
 

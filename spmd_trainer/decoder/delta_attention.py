@@ -96,7 +96,7 @@ class DeltaAttention(SpecLayer):
         return self._project(heads, self.gate(x))
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim=0, time_dim=-1)`."""
+        """Replaces each array of this layer's decode cache with `transform_fn(array, batch_dim=0, time_dim=-1)`."""
         for name in self._cached:
             self.update_decode_state(name, transform_fn(self._cached_array(name), 0, -1))
 

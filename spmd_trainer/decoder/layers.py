@@ -100,7 +100,7 @@ class DecoderLayer(SpecLayer):
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim, time_dim)`."""
+        """Replaces each array of this layer's decode cache with `transform_fn(array, batch_dim, time_dim)`."""
         self.attention.transform_decode_state(transform_fn)
 
     def _feed_forward(self, x: jax.Array, context: Context) -> jax.Array:
@@ -147,7 +147,7 @@ class DecoderBlock(SpecLayer):
         return x
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the layers' decode caches by `transform_fn(array, batch_dim, time_dim)`."""
+        """Replaces each array of the layers' decode caches with `transform_fn(array, batch_dim, time_dim)`."""
         for layer in self._layers():
             layer.transform_decode_state(transform_fn)
 

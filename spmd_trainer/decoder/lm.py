@@ -148,7 +148,7 @@ class DecoderLm(SpecLayer):
         Args:
           inputs: token ids, int32 [batch, time].
           paddings: [batch, time], 1 for padding.
-          labels: class_ids int32 [batch, time] and class_weights [batch, time], or None.
+          labels: class_ids int32 [batch, time] and class_weights [batch, time]; None computes no loss.
           segment_ids: int32 [batch, time], the same for all tokens of a text, which are consecutive; None: a row is one text.
           segment_pos: int32 [batch, time], position of each token in its text. None: 0, 1, 2, ...
           causal_attention_mask, segment_mask: must be None.
@@ -272,7 +272,7 @@ class DecoderLm(SpecLayer):
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the decode cache by `transform_fn(array, batch_dim, time_dim)`. `time_dim` is -1 if none."""
+        """Replaces each array of the decode cache with `transform_fn(array, batch_dim, time_dim)`. `time_dim` is -1 if none."""
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)

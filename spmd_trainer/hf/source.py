@@ -49,7 +49,7 @@ class HfSource(CheckpointSource):
         """Checks that the folder holds the variables `wanted`, in any floating-point dtype. See `CheckpointSource.require_fit`.
 
         Raises:
-          HfMismatchError: paths or shapes differ; or `wanted` has optimizer states or moving averages, or no decoder variables.
+          HfMismatchError: paths or shapes differ; `wanted` has optimizer states or EMAs; or it has no decoder variables.
         """
         in_folder = {path: spec for path, spec in wanted.items() if path != _STEP}
         if rest := [path for path in in_folder if not path.startswith(_VARS)]:

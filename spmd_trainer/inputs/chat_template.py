@@ -99,7 +99,7 @@ class ChatTemplate:
             memory limit of a rendering.
 
         Raises:
-          UserError: jinja2 is missing, the template has a syntax error, or a limit is not above 0 and at most 2**31.
+          UserError: jinja2 is missing, the template has a syntax error, or a limit is outside the range (0, 2**31].
         """
         for field, value in (("max_render_seconds", max_render_seconds), ("max_rendered_chars", max_rendered_chars)):
             if not 0 < value <= _MOST:

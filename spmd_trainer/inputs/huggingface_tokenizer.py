@@ -62,8 +62,8 @@ class HuggingFaceTokenizer:
 
     Attributes:
       eos_id: id of the end-of-text token.
-      bos_id: id of the beginning-of-text token, or None.
-      pad_id: id of the padding token, or None.
+      bos_id: id of the beginning-of-text token; None if there is none.
+      pad_id: id of the padding token; None if there is none.
     """
 
     def __init__(

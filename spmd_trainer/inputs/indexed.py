@@ -46,9 +46,9 @@ class ExampleOrder:
     seed: int = 0
 
     def examples(self, first: int, count: int) -> np.ndarray:
-        """Returns the numbers of the examples at indices [first, first + count) of the order, int64 [count].
+        """Returns the examples at indices [first, first + count) of the order, as indices in the unshuffled set, int64 [count].
 
-        For an index after the end of a finite order, the number is `num_examples`.
+        After the end of a finite order, returns `num_examples` for each index.
         """
         indices = np.arange(first, first + count, dtype=np.int64)
         if self.num_examples is None:
@@ -269,7 +269,7 @@ class IndexedInput(CheckpointedInput):
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Returns {key in `_fingerprint()`: '3 files of 900 bytes'}: sizes that error messages show instead of checksums."""
+        """Returns {key: data size, e.g. '3 files of 900 bytes'} for each checksum in `_fingerprint()`. Errors show the size."""
         return {}
 
     def _get_state_internal(self) -> bytes:

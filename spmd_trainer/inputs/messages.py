@@ -286,8 +286,8 @@ class Conversation:
     Attributes:
       where: file and line of the record ('chats.jsonl:3'), or file and number of the row or record.
       messages: the messages, at least one.
-      tools: JSON schemas of the functions that the model may call, or None.
-      documents: documents for templates that support retrieval, or None.
+      tools: JSON schemas of the functions that the model may call; None if there are none.
+      documents: documents for templates that support retrieval; None if there are none.
       variables: further variables of the template.
       turns: the record's entry `turns` (see `Chat.turns`), not yet checked; None if missing.
     """

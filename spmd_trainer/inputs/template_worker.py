@@ -61,9 +61,10 @@ _rendering = types.SimpleNamespace(length=0, blocks=[])
 
 
 def _answer(request: Request) -> dict[str, Any]:
-    """Compiles and renders a template. Returns the answer to a request.
+    """Compiles a request's template, and renders it if the request has variables. Returns the answer.
 
-    The answer has 'has_marks', and also 'text' and 'spans' if the template was rendered; or 'failure' and 'reason'.
+    After success, the answer has 'has_marks': True if the template has `{% generation %}` blocks. If it was rendered, the answer
+    also has 'text', and 'spans' with (start, end) of each block. After failure, the answer has 'failure' (its kind) and 'reason'.
     """
     import jinja2
 

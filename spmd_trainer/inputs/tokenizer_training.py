@@ -90,7 +90,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
 
 
 def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
-    """Returns the settings, with `eos` as end-of-text if they name none, and without end-of-text in `special_tokens`.
+    """Returns the settings after setting end-of-text to `eos` if it is unset, and removing end-of-text from `special_tokens`.
 
     Raises:
       UserError: a special token has the name of a token that SentencePiece makes itself.

@@ -182,9 +182,9 @@ class _Form:
         return lax.all_gather(part, self.split.width, axis=1, tiled=True)[:, :width]
 
     def scattered(self, of_part: jax.Array) -> jax.Array:
-        """Sums gradients of the matrix over the tokens of all devices. The gradients have the whole width of the matrix.
+        """Reduce-scatters `of_part`, the gradient, from this device's tokens, for its rows of the matrix at their whole width.
 
-        Returns a device's part of the sum, padded like the argument of `gathered`.
+        Returns this device's part of the sum over all devices' tokens, padded like the argument of `gathered`.
         """
         if self.split.width:
             of_part = _padded(of_part, (of_part.shape[0], self.padded[1]))

@@ -1,10 +1,11 @@
 """Grouped products in blocks of rows, in plain JAX for every device.
 
 Each group's rows are cut into blocks of equal size; the last block of a group may be partly filled. A scan multiplies one block
-at a time by its group's matrix. The number of steps is static, so the scan has as many steps as any group sizes can need. CPUs
-skip the blocks that the actual sizes don't need. GPUs compute these blocks on zeros, because to skip a block, the host would
-have to wait for the device. So on GPUs that `hopper.py` doesn't support, a device multiplies all allocated rows, and sharding
-the experts saves arithmetic only if a device has fewer experts than a token chooses (`token_groups.py`).
+at a time by its group's matrix. The number of steps is static, so the scan has enough steps for the worst case of group sizes.
+CPUs skip the blocks that the actual sizes don't need. GPUs compute these blocks on zeros, because to skip a block, the host
+would have to wait for the device. So on GPUs that `hopper.py` doesn't support, unused rows of an array are multiplied, too. If a
+token chooses k experts, and a device has G experts, `token_groups.py` allocates min(k, G) rows per token on the device. So
+sharding the experts saves arithmetic only if G < k.
 
 The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few
 rows for each group.

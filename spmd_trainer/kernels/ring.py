@@ -113,7 +113,7 @@ class Ring:
 
         Args:
           shift: the step.
-          segment_ids: segment ids of the tokens of all devices, int32 [devices, rows, tokens of a device], or None.
+          segment_ids: segment ids of the tokens of all devices, int32 [devices, rows, tokens of a device]; None without segments.
         """
         device = (lax.axis_index(self.axes) - shift) % self.count
         within = jnp.arange(self.blocks * self.block, dtype=jnp.int32)

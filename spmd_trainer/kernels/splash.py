@@ -135,7 +135,7 @@ _with_float32_gradient.defvjp(lambda sinks: (sinks, None), lambda _, grads: (gra
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The settings that decide which pairs of blocks are computed: tokens of a row, tokens of a block, and the pattern's mask."""
+    """What decides which pairs of blocks are computed: the number of tokens per row and per block, and the attention mask."""
 
     length: int
     block: int
@@ -166,7 +166,7 @@ class _Band(splash_attention_mask.LocalMask):
 
 
 class _Everything(splash_attention_mask.FullMask):
-    """Mask of bidirectional attention. A block is an array of one value, for the reason given in `_Band`."""
+    """Mask of bidirectional attention. Each of its blocks is the array [[True]], which is all that JAX needs (see `_Band`)."""
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         """Returns the distinct values in a block of the mask, bool [1, 1]."""

@@ -173,7 +173,7 @@ class HarnessRunner:
           settings: the settings of the evaluation.
           task, partitioner: the job's task, and its partitioner after setup.
           tokenizer: the tokenizer.
-          start_id: the token before each text in training, or None.
+          start_id: the token before each text in training; None if there is none.
           batch: ShapeDtypeStructs of the global training batch.
           config_lines: the resolved config, lines 'path: value'.
           experiment: name of the experiment, for the results.

@@ -40,7 +40,7 @@ class Texts:
 
         Args:
           tokenizer: the tokenizer.
-          start_id: the token before each text in training, or None.
+          start_id: the token before each text in training; None if there is none.
           arguments: `add_bos_token` and `prefix_token_id`; None: the defaults.
           vocab_size: size of the model's vocabulary; None if unknown.
           chat_template: True, or the name of one of the tokenizer's templates; False for no template.

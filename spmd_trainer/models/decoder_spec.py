@@ -123,7 +123,7 @@ class DecoderSpec:
         embedding, over a head's width, without a scale, and only in layers with rotary embeddings.
       value_norm: True divides values by their root mean square over a head's width.
       query_scale: multiplier of the attention logits; None for head_dims ** -0.5.
-      temperature: makes attention sharper at later positions, in layers without rotary embeddings; or None.
+      temperature: makes attention sharper at later positions, in layers without rotary embeddings; None: no change.
       gated_attention: True multiplies each head's output by a sigmoid of another projection of the token (arXiv:2505.06708).
       attention_sinks: True adds a learned logit to each head's softmax; its probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
@@ -150,8 +150,8 @@ class DecoderSpec:
         predicts. If minibatches have different numbers of such tokens, their average loss differs from that of the whole batch.
       embedding_scale: multiplier of the token embeddings.
       layer_scale: True multiplies the residual stream after each layer by a scalar variable that is not trained.
-      moe: mixture of experts in place of feed-forward layers, or None.
-      latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
+      moe: mixture of experts in place of feed-forward layers; None: no experts.
+      latent: multi-head latent attention, which needs num_kv_heads = num_heads; None: ordinary attention.
       delta: linear attention in the layers of kind 'linear', or None if there are no such layers.
       dropout: dropout probability of the embeddings, and of the outputs of attention and feed-forward layers.
       attention_dropout: dropout probability of the attention probabilities.

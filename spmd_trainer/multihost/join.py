@@ -166,7 +166,7 @@ def _judge(client: service.Client, address: str, own: Member, seconds: float, el
     """Runs on process 0: waits for all processes, and publishes the verdict (go, refused or absent).
 
     If the verdict is not go, returns only when all processes have read it, or after `_LINGER_SECONDS`. Publishes nothing once
-    `elsewhere` is set, which means that this process got its verdict from a different process 0.
+    `elsewhere` is set, which means that a second process with the id 0 serves `address`, and gave this process its verdict.
     """
     members: dict[str, Member] = {}
     try:
@@ -346,7 +346,7 @@ def sealed(key: str, text: str) -> str:
 
 
 def opened(key: str, said: str) -> str | None:
-    """Inverts `sealed`: returns the text that `said`, the value of `key`, contains; None if the signature is wrong."""
+    """Returns the text that `sealed` signed. `said`: the value of `key`. Returns None if the signature is wrong."""
     signature, _, text = said.partition(" ")
     token = os.environ.get(_TOKEN, "")
     right = _signature(token, key, text) if token else "-"

@@ -50,7 +50,7 @@ class PaxSource(CheckpointSource):
 
     @classmethod
     def of(cls, contents: Contents, wanted: Mapping[str, VariableSpec]) -> PaxSource:
-        """Returns the source for restoring a step into a model. The model's shapes tell which part of an array is padding.
+        """Returns the source from which `restore` reads a step. The model's shapes tell which part of an array is padding.
 
         Args:
           contents: the opened step.
@@ -59,8 +59,8 @@ class PaxSource(CheckpointSource):
         Raises:
           PaxMismatchError: the step is a msgpack file whose structure can't be parsed, and its number of leaves doesn't fit the
             model.
-          PaxDamagedError: the step lacks an array that its metadata lists. This is checked here only if no variable in `wanted`
-            has elements; otherwise `require_fit` reports missing arrays.
+          PaxDamagedError: the step lacks an array that its metadata lists, and no variable in `wanted` has elements. With other
+            variables, `require_fit` reports the missing arrays later.
         """
         # Pax saves no arrays without elements.
         stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
@@ -140,7 +140,7 @@ def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, P
 
     Args:
       array: the stored array.
-      spec: the model's variable with the same path, or None.
+      spec: the model's variable with the same path; None if it has none.
       others: all arrays of the checkpoint by path, among them the model variable that an optimizer state belongs to.
     """
     shape = array.shape

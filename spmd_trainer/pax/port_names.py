@@ -123,7 +123,7 @@ def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
 
 
 def find(path: str) -> Any:
-    """Returns the object with a full dotted name, in which `paxml` stands for `spmd_trainer`; None if it doesn't exist."""
+    """Returns the object at the dotted name `path`, with a leading `paxml` read as `spmd_trainer`; None if it doesn't exist."""
     found, rest = _follow(path)
     return None if rest else found
 

@@ -2,9 +2,9 @@
 
     pip install --no-deps paxml==1.4.0
 
-After this command, `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
-`paxml.tasks.lm.params.c4` works after the renaming. paxml itself is never imported, because it needs a JAX of 2024. This works
-for the modules of the packages `import_table.PACKAGES`, and for the modules `import_table.MODULES`.
+After this command, `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so a file that imports paxml's module
+works once its imports are renamed. paxml itself is never imported, because it needs a JAX version from 2024. These imports work
+for the modules in the packages that `import_table.PACKAGES` lists, and for the modules that `import_table.MODULES` lists.
 """
 
 from __future__ import annotations

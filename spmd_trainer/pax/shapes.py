@@ -1,7 +1,7 @@
-"""Checks which stored shapes a variable can have, and infers logical shapes from those of other variables.
+"""Infers logical (unpadded) shapes in Pax checkpoints, and checks which logical shapes a stored array can have.
 
-Pax stores variables padded: a dimension of 257 that was sharded over 2 devices is stored as 258. Only the model knows the
-logical shapes of optimizer states.
+Pax stores arrays with padding: a dimension of 257 that was sharded over 2 devices is stored as 258. A checkpoint doesn't record
+the logical shapes of optimizer states, so they are inferred from those of model variables.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _can_be_padded(stored: int, size: int, shards: int) -> bool:
 def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
     """Adds logical shapes to optimizer states if they can be inferred from the checkpoint's model variables.
 
-    If an optimizer state's path ends with a model variable's path and both have the same stored shape, they have the same
-    logical shape. A factored state (one with some of the variable's dimensions) has these dimensions' logical sizes. An array
-    that was not sharded has no padding.
+    A logical shape is a shape without padding. If an optimizer state's path ends with a model variable's path, and both have the
+    same stored shape, they have the same logical shape. A factored state (one with some of the variable's dimensions) has these
+    dimensions' logical sizes. If an array was not sharded, it has no padding, so its logical shape is its stored shape.
 
     Returns:
       The same arrays. `logical_shape` stays None if it can't be inferred.

@@ -91,10 +91,10 @@ def listing(directory: epath.Path) -> Listing:
 
 
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
-    """Returns the finished steps of a directory, oldest first. If `found` is the directory of one step, returns only this step.
+    """Returns all finished steps of a directory, oldest first. If `found` is the directory of one step, returns only this step.
 
     Raises:
-      PaxDamagedError: `wanted` is a step whose save was interrupted.
+      PaxDamagedError: the save of step `wanted` was interrupted. (The argument has no other effect.)
       PaxNotFoundError: the directory has no finished step.
     """
     if found.step is not None:

@@ -81,11 +81,13 @@ class Curve:
 
 
 def check(job: Job) -> None:
-    """Prints a `Curve` for each product (see the module), and whether it is flat. Writes an HTML page if given a job directory.
+    """Prints a `Curve` for each matrix product of the model, and whether the curve is flat: equally large changes at all widths.
+
+    Writes an HTML page if a job directory was given.
 
     Raises:
       UserError: the job has several processes, `task.mup` is not set, a base width is not an integer, or the model's program
-        has different products at different widths.
+        has other matrix products at one width than at another.
       SystemExit: a curve is not flat. The exit status is 1.
     """
     if jax.process_count() > 1:

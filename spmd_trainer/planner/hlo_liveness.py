@@ -320,7 +320,11 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
 def _without_reused(
     instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
-    """Returns the buffers still needed if results overwrite operands of the same type and shape that aren't read later."""
+    """Returns the buffers that remain if each result is written, where possible, into the buffer of one of its operands.
+
+    An operand's buffer can take a result of the same type and shape if the operand isn't read later. `held` has the buffers of
+    each value.
+    """
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
         if instruction.opcode in _NEEDS_OWN or (

@@ -279,7 +279,8 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns a sentence on how many chips an evenly sharded state and the smallest compiled step's temporaries would need."""
+    """Returns a sentence about the minimum number of chips with `memory` bytes each. It assumes that the state is sharded evenly,
+    and that each chip also holds the temporaries of the compiled step with the fewest."""
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
     rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
     needs = f"The state takes {bytes_text(state)} in all"

@@ -132,7 +132,10 @@ class _Recorder:
         return number
 
     def flag(self, number: int, x: Any, primitive: str = "") -> None:
-        """Computes the flag of a value, unless the value has one already, or is a literal, an integer or empty."""
+        """Computes the flag of a value, e.g. whether it is finite, with `measure`, and stores it under the value's `number`.
+
+        Does nothing for literals, integers and empty arrays, and for values that have a flag.
+        """
         if number in self.frame.flagged or number == LITERAL:
             return
         if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact) and jnp.size(x):

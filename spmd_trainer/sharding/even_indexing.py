@@ -150,7 +150,7 @@ def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequen
 
 
 def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
-    """Replaces the indices in padding rows by the largest integer, which lies outside every array."""
+    """Replaces the indices in padding rows with the largest integer, which lies outside every array."""
     for dim in rows:
         real = lax.broadcasted_iota(jnp.int32, at.shape, dim) < shape[dim]
         at = jnp.where(real, at, jnp.iinfo(at.dtype).max)

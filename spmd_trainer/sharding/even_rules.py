@@ -1,7 +1,8 @@
-"""Padding rules: they decide which dimensions of an operation keep their padding, and where the padding is masked.
+"""Padding rules of `even_program`: they say which dimensions of an operation keep their padding, and where padding is masked.
 
-A rule takes the `Pins`, an equation of the jaxpr and the equation's operands, and returns its results. Operands and results
-are `Value`s. Operations without a rule get their operands without padding (`without_padding`).
+A rule takes the `Pins` (which makes `Value`s), an equation of the jaxpr and the equation's operands, and returns its results.
+Operands and results are `Value`s: arrays with a logical and a padded shape. Operations without a rule get their operands without
+padding (`without_padding`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def common_shape(values: Iterable[Value]) -> Shape:
 
 
 def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for elementwise operations. If all operands are deferred (see `Value.is_held`), so are the results."""
+    """Padding rule for elementwise operations. If all operands are deferred until their padding is known, so are the results."""
     shape = tuple(eqn.outvars[0].aval.shape)
     arrays = [v for v in values if v.shape]
     if not arrays:
@@ -90,14 +91,14 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
-    """Returns the `agreed_axes` of several values. If a value is broadcast along a dimension, its axes there are ignored."""
+    """Returns each dimension's mesh axes if they are the same in all values (see `agreed_axes`). Ignores broadcast dimensions."""
     return agreed_axes(
         [tuple(None if v.shape[dim] == 1 != size else v.axes[dim] for dim, size in enumerate(shape)) for v in values]
     )
 
 
 def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for broadcasts. The result is deferred (see `Value.is_held`): its new dimensions can have any padding."""
+    """Padding rule for broadcasts. The result is deferred until its padding is known: new dimensions can have any padding."""
     (x,), dims = values, eqn.params["broadcast_dimensions"]
     shape = tuple(eqn.params["shape"])
     repeated = {dim for dim, size in zip(dims, x.shape, strict=True) if size != shape[dim]}
@@ -115,14 +116,14 @@ def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def iota(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for `iota`. The result is deferred (see `Value.is_held`), because any dimension can have any padding."""
+    """Padding rule for `iota`. The result is deferred until its padding is known, because it can have any padding."""
     shape, dimension, dtype = tuple(eqn.params["shape"]), eqn.params["dimension"], eqn.params["dtype"]
     make = lambda physical: lax.broadcasted_iota(dtype, physical, dimension)  # noqa: E731
     return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
 
 
 def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for `random_bits`. With partitionable Threefry, the result is deferred (see `Value.is_held`)."""
+    """Padding rule for `random_bits`. With partitionable Threefry, the result is deferred until its padding is known."""
     (key,), shape = values, tuple(eqn.params["shape"])
     grows = bool(shape) and not key.shape and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
     if not grows:
@@ -136,7 +137,7 @@ def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def bitcast(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for bitcasts, which add or remove a last dimension if the element size changes."""
+    """Padding rule for bitcasts. If the element size changes, a bitcast adds a last dimension, or removes it with its padding."""
     (x,), rank = values, len(eqn.outvars[0].aval.shape)
     if rank == len(x.shape):
         return elementwise(pins, eqn, values)
@@ -182,8 +183,8 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes:
     """Returns the mesh axes over which each dimension is sharded after a reshape.
 
-    If dimensions are merged or divided, the outermost of the new dimensions gets their axes. If it has fewer elements than
-    there are shards, the next dimensions get the remaining axes. If axes then remain, the dimensions' axes are unknown (None).
+    If dimensions are merged or divided, the outermost of the new dimensions gets the axes of the old ones. If it has fewer
+    elements than there are shards, the next dimensions get the remaining axes. If axes then remain, the axes are unknown (None).
     """
     found: list[tuple[str, ...] | None] = [()] * len(new)
     for old_dims, new_dims in dim_groups(x.shape, new):
@@ -204,7 +205,7 @@ def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes
 
 
 def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Returns the smallest groups of adjacent dimensions with equal products of sizes: (dimensions of `old`, those of `new`).
+    """Splits two shapes into the smallest groups of adjacent dimensions with equally many elements. Returns (old, new) pairs.
 
     For (2, 6) and (2, 3, 2), the groups are ([0], [0]) and ([1], [1, 2]).
     """
@@ -246,7 +247,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def neutral(dtype: Any, fill: Any) -> Any:
-    """Returns a reduction's neutral element for `dtype`. `fill` is a number, `LOWEST` or `HIGHEST` (least or greatest value)."""
+    """Returns a reduction's neutral element. `fill`: a number, or `LOWEST` or `HIGHEST` for `dtype`'s least or greatest value."""
     if dtype == jnp.bool_:
         return fill in (HIGHEST, -1, 1)
     if fill not in (LOWEST, HIGHEST):
@@ -277,7 +278,7 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the padding rule for operations (such as sorts) along one dimension, which loses its padding and is unsharded.
+    """Returns the padding rule for operations (e.g. sorts) along one dimension. It removes this dimension's padding and sharding.
 
     Args:
       param: the name of the equation's parameter that holds this dimension.
@@ -309,7 +310,7 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for `lax.pad`. Dimensions that change lose their padding, unless the padded size also suits the new size."""
+    """Padding rule for `lax.pad`. A dimension that changes loses its padding, unless its new size has the same padded size."""
     x, fill = values
     config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]
@@ -323,7 +324,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Padding rule for slices. Dimensions that are sliced lose their padding, unless the padded size also suits the slice."""
+    """Padding rule for slices. A sliced dimension loses its padding, unless its new size has the same padded size."""
     (x,) = values
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
@@ -339,7 +340,7 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _is_split_for(pins: Pins, x: Value, dim: int, size: int) -> bool:
-    """Returns True if dimension `dim` of `x` is padded to a size that is also right for `size` elements."""
+    """Returns True if dimension `dim` of `x` has the padded size that `size` elements, in as many shards, would have."""
     shards = pins.shards(x.axes[dim] or ())
     return x.is_held and shards > 1 and x.physical[dim] == -(-size // shards) * shards
 

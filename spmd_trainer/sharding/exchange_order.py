@@ -5,14 +5,14 @@ ready. If a loop and an exchange don't depend on each other, one device may wait
 forever (`docs/partitioner_faults.md`). Exchanges appear only when XLA partitions the program, after tracing. So every
 operation that XLA may partition is made to depend on the loop before it:
 
-- An operation whose result loops need comes just before the first of these loops. All other operations come after the last
-  loop.
+- An operation whose result is needed by loops is placed just before the first of these loops. All other operations come after
+  the last loop.
 - Each loop carries, besides its own values, a number called the token. A loop starts with the token that the previous loop
   returned. A `cond` whose branches have loops is treated as a loop.
 - An operation after a loop reads its inputs through a `select` on the loop's token. Exceptions are elementwise operations,
   which need no exchange if their operands have the same sharding, and the arrays that a scan slices.
 
-`docs/limits.md` lists what stays unordered. Programs with side effects are not changed, because the order of effects matters too.
+`docs/limits.md` lists what stays unordered. Programs with side effects are not changed: the order of their effects matters too.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _Atom: TypeAlias = core.Var | core.Literal
 def ordered(
     closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding] = (), num_variables: int = 0
 ) -> core.ClosedJaxpr:
-    """Orders a program's communication between devices around its loops. Returns a program without loops unchanged.
+    """Orders a program's communication between devices around its loops. Programs without loops or with effects stay unchanged.
 
     Args:
       closed: the traced program, which several devices run.
       shardings: the shardings of the program's first arguments. Fully replicated arguments need no communication.
-      num_variables: how many of the first arguments are variables.
+      num_variables: how many of the first arguments are model variables, which get no sharding constraints.
     """
     if closed.jaxpr.effects or not _has_loop(closed.jaxpr):
         return closed
@@ -56,7 +56,7 @@ def _rewritten(
     *,
     has_token: bool = False,
 ) -> core.ClosedJaxpr:
-    """Returns the reordered program. With `has_token`, the token that orders loops is its first argument and first result."""
+    """Returns the reordered program. With `has_token`, the loops' token is an additional first argument and first result."""
     arguments, flat, found = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations(), _Equations()
     results = flat.add(closed, arguments)
     own = [core.Var(jax.typeof(jnp.zeros(())))] if has_token else []
@@ -91,7 +91,7 @@ class _Equations:
         self.constants: dict[core.Var, Any] = {}
 
     def add(self, closed: core.ClosedJaxpr, arguments: Sequence[_Atom], within: Any = None) -> list[_Atom]:
-        """Adds a copy of a program's equations, with `arguments` as its arguments. Returns the new variables of its results.
+        """Adds a copy of a program's equations that reads `arguments`. Returns the variables that hold the copy's results.
 
         Calls that have loops, and calls of `jax.checkpoint`, are inlined. `within` is the name stack of the program's caller.
         """
@@ -142,7 +142,7 @@ class _InOrder:
       token: the token with which the program's first loop starts.
       constants: {variable: value} of the program's constants.
       split: {variable: sharding} of the program's first arguments.
-      num_variables: how many of these arguments are variables.
+      num_variables: how many of these arguments are model variables.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class _InOrder:
         return isinstance(atom, core.Literal) or atom in self._whole
 
     def _read(self, atom: _Atom, loops: int, stack: Any) -> _Atom:
-        """Returns a variable with the value of `atom`. If devices may exchange it, the variable waits for `loops` loops."""
+        """Returns `atom`; or, if devices may exchange its value, a copy that waits for the first `loops` loops."""
         if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
             return atom
         if (atom, loops) not in self._held:
@@ -215,7 +215,7 @@ class _InOrder:
 
 
 def _hold(array: jax.Array, token: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Returns `array` unchanged, but makes XLA wait for `token` before the array is used."""
+    """Returns `array` unchanged, but makes XLA wait for `token` before it uses the array. Applies `sharding`, if given."""
     held = known_after(token > 1, array)  # XLA doesn't know that a cosine doesn't exceed 1
     # Without this, XLA may exchange an input before it reads the token.
     return held if sharding is None else lax.with_sharding_constraint(held, sharding)
@@ -268,7 +268,7 @@ def _may_be_exchanged(aval: Any) -> bool:
 
 
 def _num_held(loop: core.JaxprEqn) -> int:
-    """Returns how many of a loop's first operands wait for the loop before it: all but the arrays that a scan slices."""
+    """Returns how many of a loop's operands wait for the previous loop: the first ones, before the arrays that a scan slices."""
     return sum(scan_sizes(loop.params)) if loop.primitive.name == "scan" else len(loop.invars)
 
 

@@ -32,7 +32,7 @@ class NoIntermediateShardingNeededError(NoIntermediateShardingError):
 
 @dataclasses.dataclass(frozen=True)
 class Intermediate:
-    """An intermediate sharding in two forms.
+    """A sharding through which an array moves from a source to a target on different meshes (see the module), in two forms.
 
     Attributes:
       sharding: the form that is returned to callers, with the replica axes first.

@@ -90,7 +90,7 @@ def script_json(data: object) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Fills a template: replaces its marks, such as __PAGE_TITLE__, by the values in `parts`, such as {'TITLE': HTML}.
+    """Fills a template: replaces its marks, such as __PAGE_TITLE__, with the values in `parts`, such as {'TITLE': HTML}.
 
     All marks are replaced in one pass, so marks inside `parts` are not replaced.
     """

@@ -133,7 +133,8 @@ class MeshPartitionHelper:
         return [m for m in METHODS if len(shape) >= len(m) and all(axis in self._sizes for axis in m)]
 
     def _take(self, shape: tuple[int, ...], taken: list[str | None], method: Method, min_shard_size: int) -> None:
-        """Assigns an unsharded dimension in `taken` to each axis of `method`, or leaves `taken` unchanged."""
+        """Writes each axis of `method` into `taken`, at the index of the first unsharded dimension that it divides. Leaves
+        `taken` unchanged if an axis divides no dimension, or if a shard would have fewer than `min_shard_size` elements."""
         new = list(taken)
         for axis in method:
             size = self._sizes[axis]

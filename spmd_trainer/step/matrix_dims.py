@@ -51,7 +51,7 @@ class Matrix:
     """A variable that holds one matrix or a stack of matrices.
 
     Attributes:
-      dims: the variable's stack, row and column dimensions, including those of repeated layers.
+      dims: the variable's stack, row and column dimensions. The stack dimensions include those of repeated layers.
       shape: the variable's shape, including the dimensions of repeated layers.
     """
 
@@ -60,7 +60,7 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Number of rows and of columns of each matrix."""
+        """(number of rows, number of columns) of each matrix."""
         rows, cols = (math.prod(self.shape[dim] for dim in side) for side in (self.dims.inputs, self.dims.outputs))
         return rows, cols
 
@@ -81,7 +81,7 @@ class Choice:
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
-    """Returns the WeightHParams with notes, in `collections`, on the model's use of each variable; `choose` reads the notes.
+    """Returns the WeightHParams with notes on how the model uses each variable. They are in `collections`; `choose` reads them.
 
     Args:
       hparams: WeightHParams of the variables.
@@ -128,7 +128,7 @@ def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses
 def _notes(
     path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses], dims: MatrixDims
 ) -> Iterator[tuple[str, str]]:
-    """Yields (prefix, text) of notes on a matrix: what the program leaves unclear, and heads without a separate dimension."""
+    """Yields (prefix, text) for each note on a matrix: that it may be a router or a stack, or that heads share one dimension."""
     use, first = uses[path], len(hparams.repeat_prefix or ())
     if use.may_route:
         yield _DOUBT, f"{path}: a sigmoid of its products weighs whole vectors; if it is a router, ({path!r}, 'adam')"
@@ -153,7 +153,7 @@ def _notes(
 
 
 def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True if `column` is the first of several column dimensions, and isn't known to index heads or experts."""
+    """Returns True if `column`, (path, dimension), is the first of several output dimensions, and its meaning is unclear."""
     path, dim = column
     use = uses[path]
     if len(use.products) != 1 or len(use.products[0].outputs) < 2 or use.products[0].outputs[0] != dim:
@@ -167,7 +167,7 @@ def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
 
 
 def _is_expert(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True if `column`, (path, dimension), indexes experts, because it is a column dimension of a router."""
+    """Returns True if `column`, (path, dimension), indexes experts, because it is an output dimension of a router."""
     path, dim = column
     use = uses[path]
     return (use.routes or bool(_ROUTER.search(path))) and any(dim in kind.outputs for kind in use.products)
@@ -201,8 +201,10 @@ def choose(hparams: NestedWeightHParams, rules: Rules, heads: str, owner: str) -
     """Returns {path: `Choice`}: whether each variable holds matrices, and its row, column and stack dimensions.
 
     Args:
-      hparams: WeightHParams of the variables, from `with_uses`. Without `with_uses`, variables of rank 2 are matrices.
-      rules: see `MatrixOptimizer.rules`. The first (regex, form) pair whose regex is found in a variable's path applies.
+      hparams: WeightHParams of the variables, with notes about their use in the model's program, which `with_uses` adds. Without
+        these notes, trained variables of rank 2 are matrices.
+      rules: (regex, form) pairs with forms such as 'stack,rows,cols'; see `MatrixOptimizer.rules`. The first pair whose regex is
+        found in a variable's path applies.
       heads: 'joined': all attention heads of a variable are in one matrix; 'apart': each head is a separate matrix.
       owner: the optimizer's name, for messages.
 

@@ -23,7 +23,7 @@ from spmd_trainer.train_states import PyTree
 GROUPED = "grouped_dot"
 # The dimension numbers of `grouped_dot`, as for `dot_general`: (contracted, batch) dimensions, each of (rows, weights).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
-# Functions with custom derivatives, and a `select_n` between a variable and itself, as in praxis' pipelines.
+# Calls of functions with custom derivatives, and `select_n` between a variable and itself, as in praxis' pipelines.
 EVERY = OWN_DERIVATIVES | {"select_n", "stop_gradient"}
 # Operations that only convert, rearrange or repeat elements, so that an array of zeros and ones remains one.
 _KEEPS_MASK = frozenset(
@@ -36,8 +36,8 @@ class _Value:
     """What the analysis knows about one value of the jaxpr.
 
     Attributes:
-      path: path of the variable, if the value is a variable or a rearranged variable; else None.
-      dims: if `path` is set, a `Dim` for each dimension of the value; else ().
+      path: path of the variable, if the value is a variable, perhaps transposed, sliced or reshaped; else None.
+      dims: if `path` is set, a `Dim` for each dimension of the value, which records its origin in the variable; else ().
       is_mask: True for arrays of zeros and ones, such as one-hot vectors.
       after: paths of all variables on whose matrix products the value depends.
       result: what is known of the value as a result of matrix products.
@@ -52,7 +52,7 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The {path: `Uses`} of variables found so far, and the argument `also` of `find_uses`."""
+    """What the functions of an analysis share: the `Uses` found so far, by variable path, and `find_uses`' argument `also`."""
 
     uses: dict[str, Uses]
     also: frozenset[str]
@@ -64,7 +64,7 @@ def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = f
     Args:
       jaxpr: a ClosedJaxpr.
       variables: {index of an argument of the jaxpr: path of the variable that is passed there}.
-      also: extra primitives through which variables are followed. Optimizers pass `EVERY`; adapters (`task.lora`) pass none.
+      also: names of more primitives through which to follow variables: `EVERY` for optimizers, none for adapters (`task.lora`).
     """
     invars = jaxpr.jaxpr.invars
     found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
@@ -119,7 +119,7 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Returns the `_Value`s of the results of an equation that reads no variable. Analyzes the body of a call or loop."""
+    """Returns the `_Value`s of the results of an equation that reads no variable. If it is a call or loop, analyzes the body."""
     name = eqn.primitive.name
     if all(value.result == product_results.NOTHING for value in values):
         return _plain(eqn, values, found)
@@ -152,7 +152,7 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
 
 
 def _as_arrays(values: Sequence[_Value], operation: str, found: _Found) -> None:
-    """Adds the name of an operation, which is not a matrix product, to `Uses.others` of each variable among the values."""
+    """Notes in `Uses.others`, for each variable among `values`, that `operation`, which isn't a matrix product, reads it."""
     for value in values:
         if value.path and operation not in found.uses[value.path].others:
             found.uses[value.path].others.append(operation)
@@ -184,7 +184,7 @@ def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
 
 
 def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Analyzes a loop. The body is analyzed twice, because a product may read a result of the previous iteration."""
+    """Returns the `_Value`s of a loop's results. Analyzes its body twice: a product may read the previous iteration's results."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         body, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_sizes(params)
@@ -220,7 +220,7 @@ def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True)
     Args:
       fn: the function.
       args: its arguments, arrays or ShapeDtypeStructs.
-      shown: True to show the products inside functions with custom derivatives, see `jaxprs.products_shown`.
+      shown: True if the jaxpr shall show the products inside functions with custom derivatives; see `jaxprs.products_shown`.
     """
     with products_shown(shown):
         # A new function, because JAX caches traces, and the cached trace of `fn` may be for another value of `shown`.

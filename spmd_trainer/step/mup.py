@@ -156,7 +156,7 @@ def base_task(task: SingleTask) -> SingleTask:
 def with_scales(
     task: SingleTask, hparams: NestedWeightHParams, base: NestedWeightHParams, uses: Mapping[str, Uses]
 ) -> NestedWeightHParams:
-    """Returns the WeightHParams with a note, in `collections`, of each trainable variable's `Scale`. Logs the scales.
+    """Returns the WeightHParams, with each trainable variable's `Scale` as a string in its `collections`. Logs the scales.
 
     Args:
       task: the task.
@@ -164,7 +164,7 @@ def with_scales(
       uses: how the model uses the variables, by path; see `matrix_dims.find_uses`.
 
     Raises:
-      UserError: the base model differs in more than widths, a dimension's role is unknown, or a factor can't be folded.
+      UserError: the base isn't this model with other widths, a variable's fan-in is unknown, or a factor can't be folded into it.
     """
     growth = _growth(dict(masks.with_paths(hparams)), dict(masks.with_paths(base)))
     powers = [*task.mup.multipliers, *_of_embeddings(task, uses, growth)]

@@ -1,8 +1,8 @@
-"""Gives praxis, praxis-on-optax and plain optax optimizers one interface: `init`, `update`, `init_partition_spec`.
+"""Gives optimizers of praxis and of optax, and optax optimizers wrapped by praxis' `OptaxOptimizer`, the same interface.
 
-`init_partition_spec(hparams)` returns WeightHParams with the sharding of each array of the state, in the structure of
-`init(vars)` wrapped in an `optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so these
-WeightHParams and the state of masked chains have the same structure.
+The interface is `init`, `update` and `init_partition_spec`. `init_partition_spec(hparams)` returns WeightHParams with the
+sharding of each array of the optimizer state: a tree with the structure of the state, inside an `optax.MaskedState`, as praxis'
+`sharded_chain` returns it. `masked` wraps the state itself in a MaskedState, so both then have the same structure.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Analyzes how a jaxpr uses the results of matrix products, to find routers and the dimensions of weights that index experts.
 
-`matrix_uses` follows weights to their products. This module follows a product's result until the next product reads it. For each
-dimension of an array, it tracks the variables' dimensions that have the same index, called the columns of the array's dimension.
-For example, the last dimension of `x @ w` has the column ('w', 1). The analysis finds:
+`matrix_uses` follows each weight to the products that read it. This module follows a product's result until the next product
+reads it. For each dimension of an array, it tracks the *columns*: the dimensions of variables from which the array's dimension
+comes. A column is a pair (path of the variable, dimension). The last dimension of `x @ w` has the column ('w', 1). This finds:
 
-- routers: a softmax, top_k, sort or argmax over the columns of a router reads the results of its products. A matrix may also be a
+- routers: a softmax, top_k, sort or argmax over the router's outputs reads the results of its products. A matrix may also be a
   router if a sigmoid of its products' results scales whole vectors. (A sigmoid alone may be a feed-forward gate.)
-- aligned dimensions, which an operation or a product pairs element by element. A weight's dimension that is aligned with a
-  router's columns indexes experts.
-- columns that are read one by one: the program slices single indices, such as queries, keys and values from one product.
+- aligned dimensions: dimensions of variables that an operation or a product pairs index by index. A weight's dimension that is
+  aligned with a router's outputs indexes experts.
+- dimensions read one index at a time: the program slices single indices, e.g. queries, keys and values from one product.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 from spmd_trainer.sharding.even_rules import ELEMENTWISE
 from spmd_trainer.step import tracked_dims as dims_lib
 
-# (path of a variable, one of its dimensions)
+# (path of a variable, index of one of its dimensions)
 Column: TypeAlias = tuple[str, int]
-# For each dimension of an array, the columns with the same index.
+# For each dimension of an array, its columns: the dimensions of variables from which it comes.
 Columns: TypeAlias = tuple[frozenset[Column], ...]
 
 _NONE: frozenset[Column] = frozenset()
@@ -40,8 +40,8 @@ class MatrixDims:
 
     Attributes:
       stack: dimensions that index separate matrices: stacked layers, or batch dimensions of the product.
-      inputs: dimensions that the product contracts (rows).
-      outputs: dimensions that the product's result keeps (columns).
+      inputs: the matrix's rows: dimensions that the product contracts.
+      outputs: the matrix's columns: dimensions that the product's result keeps.
     """
 
     stack: tuple[int, ...]
@@ -61,7 +61,7 @@ class Uses:
       is_read_on: True if a later product of a variable, possibly in a different layer, depends on the products' results.
       routes: True if a softmax, top_k, sort or argmax reads the products' results, as in a router.
       may_route: True if a sigmoid of the products' results scales whole vectors, as a router's weights scale experts' outputs.
-      aligned: {dimension: columns, of this and other variables, that the program pairs with it element by element}.
+      aligned: {dimension: dimensions of variables, as (path, dimension), that the program pairs with it index by index}.
       heads: dimensions that index attention heads, because each of their indices has a separate product of two activations.
       one_by_one: dimensions from which the program slices single indices in the products' results, e.g. to separate joined
         queries, keys and values.
@@ -90,14 +90,13 @@ class Uses:
 class Result:
     """What is known about an array that is computed from results of matrix products.
 
-    A column is one dimension of one variable: (path of the variable, dimension).
-
     Attributes:
-      columns: for each dimension of the array, the columns that have the same index; () if none are known.
-      of: paths of the variables from whose products the array is computed, without a further product in between.
-      function: 'exp' or 'logistic' if the array is this function of products' results, else ''.
-      chosen: (column, size of its dimension) for each column of an array from which a top_k, sort, argmax or argmin chose. If a
-        later array, such as one-hot vectors of the choice, has a dimension of this size without columns, that dimension gets it.
+      columns: for each dimension of the array, its columns: the dimensions of variables from which it comes, each as (path of
+        the variable, dimension). () if no columns are known.
+      of: paths of the variables from whose products the array is computed, but not of variables in earlier products.
+      function: 'exp' or 'logistic' (sigmoid) if the array is this function of a product's results; else ''.
+      chosen: (column, size) for each column of the arrays from which a top_k, sort, argmax or argmin chose, with the size of the
+        array's dimension. A later dimension of this size without columns gets the column, e.g. in one-hot vectors of the choice.
     """
 
     columns: Columns = ()
@@ -110,17 +109,17 @@ NOTHING = Result()
 
 
 def of_weight(path: str, dims: dims_lib.Dims) -> Result:
-    """Returns the `Result` of a weight. The columns of a dimension are its `Dim.origins` in the variable `path`."""
+    """Returns the `Result` for a weight: the variable `path`, or a rearrangement of it. `dims` are the weight's dimensions."""
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 
 def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
-    """Returns the `Result` of a `dot_general`. Records in `notes` which columns the product pairs element by element.
+    """Returns the `Result` of a `dot_general`. Records which dimensions of variables the product pairs index by index.
 
     Args:
       eqn: the equation of the jaxpr.
       values: the `Result`s of the equation's operands.
-      notes: {path: `Uses`}, which the function updates.
+      notes: {path of a variable: its `Uses`}. The function adds to `Uses.aligned`.
     """
     contract, batch = eqn.params["dimension_numbers"]
     left, right = (_columns(value, var) for value, var in zip(values, eqn.invars, strict=True))
@@ -138,9 +137,9 @@ def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) ->
 
 
 def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> list[Result]:
-    """Returns the `Result`s of an operation that reads no weights. Records in `notes` the uses that the operation shows.
+    """Returns the `Result` of each output of an operation that reads no weights.
 
-    Arguments as for `of_product`.
+    Adds to `notes` what the operation shows about the use of variables, e.g. as routers. Arguments as for `of_product`.
     """
     if all(value == NOTHING for value in values):
         return [NOTHING] * len(eqn.outvars)
@@ -179,7 +178,11 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]
 
 
 def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]:
-    """Yields each path in `of` if an operation sums or chooses over a column of that variable, or if its columns are unknown."""
+    """Yields the paths in `of` whose variables are routers, given an operation that chooses (e.g. top_k) or sums a softmax.
+
+    A variable is a router if the dimension over which the operation chooses or sums comes from the variable, or if it is unknown
+    which dimension does. `value` is the operand's `Result`. `of`: variables from whose products the operand is computed.
+    """
     params, groups = eqn.params, _columns(value, eqn.invars[0])
     last = params.get("dimension", params.get("reduction_dimension", params.get("axis", len(groups) - 1)))
     over = {path for i in params.get("axes", (last,)) for path, _ in groups[i]}
@@ -209,7 +212,7 @@ def _columns(value: Result, var: Any) -> Columns:
 
 
 def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
-    """Returns the columns of the output with index `number`; None if the operation is unknown."""
+    """Returns the columns (see `Result`) of an operation's output `number`; None if the analysis doesn't know the operation."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[number].aval.shape
     first = _columns(values[0], eqn.invars[0])
     if name in _BY_ELEMENT:
@@ -239,7 +242,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
 
 
 def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
-    """Yields the operands whose elements scale whole vectors: a dimension after their columns is broadcast from size 1."""
+    """Yields the operands of which each element scales a vector: they are broadcast over a dimension after those with columns."""
     made = eqn.outvars[0].aval.shape
     last = max((i for i, group in enumerate(columns) if group), default=len(columns))
     for value, var in zip(values, eqn.invars, strict=True):
@@ -254,7 +257,7 @@ def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[
 
 
 def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Column, int]]) -> Columns:
-    """Returns `columns`, in which each dimension without columns gets those columns in `chosen` that have its size."""
+    """Returns `columns`, but gives a dimension without columns the columns that `chosen` lists with the dimension's size."""
     return tuple(
         group or frozenset(column for column, count in chosen if count == size)
         for group, size in zip(columns, shape, strict=True)
@@ -274,7 +277,7 @@ def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Map
 
 
 def leave(value: Result, notes: Mapping[str, Uses]) -> None:
-    """Records a value's columns in `Uses.elsewhere`, because an operation that reads the value can't be analyzed."""
+    """Records the columns of a value in `Uses.elsewhere`, because an operation that can't be analyzed reads the value."""
     for path, dim in frozenset().union(*value.columns):
         notes[path].elsewhere.add(dim)
 

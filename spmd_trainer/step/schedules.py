@@ -109,10 +109,10 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
         return jnp.where(after == 0, values[0], values[left] + share * (values[right] - values[left]))
 
     def _by_steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the training steps at which the schedule's slope changes, ascending, and its values there, both float64.
+        """Converts the schedule from tokens to training steps. Returns the steps where its slope changes, and its values there.
 
-        The interpolation is over steps, because numbers of tokens exceed int32, and float32 rounds them. The slope over steps
-        also changes at steps where the number of tokens per step changes.
+        Both are float64, with ascending steps. The schedule's value is interpolated over steps, because numbers of tokens exceed
+        int32 and float32 rounds them. Its slope over steps also changes where the number of tokens per step changes.
         """
         begins, sizes = (np.array(one, np.float64) for one in zip(*self.step_sizes.items(), strict=True))
         before = np.append(0.0, np.cumsum(sizes[:-1] * np.diff(begins)))

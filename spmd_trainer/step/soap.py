@@ -45,7 +45,7 @@ class Soap(MatrixOptimizer):
     See `MatrixOptimizer` for how the matrices are chosen, and for Adam's fields. A matrix with gradient G is updated by minus
     the learning rate times QL N QR'. QL and QR are the eigenvectors (bases) of the moving averages of G G' and G' G (G' is G
     transposed), and N is Adam's step for the rotated gradient QL' G QR. Adam's first moment is stored unrotated, its second
-    moment rotated. Bases are replaced every `precondition_frequency` steps, by one power iteration and a QR decomposition.
+    moment rotated. Bases are updated every `precondition_frequency` steps, with one power iteration and a QR decomposition.
 
     As in the published code, the first step only initializes averages and bases and does not change matrices, so that no gradient
     is rotated into its own basis. Bases are replaced at the end of a step. Unlike the published code, epsilon is added to the
@@ -179,13 +179,16 @@ class Soap(MatrixOptimizer):
 
 
 def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Makes the first bases: the eigenvectors of the averages, in descending order of eigenvalues. Returns `v` unchanged."""
+    """Returns the second moment `v` unchanged, and both sides with their first bases.
+
+    A basis is the eigenvectors of a side's averaged Gram matrix, in descending order of eigenvalues.
+    """
     rows, cols = (side and (side[0], jnp.flip(jnp.linalg.eigh(side[0])[1], axis=-1)) for side in (rows, cols))
     return v, rows, cols
 
 
 def _replaced(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Replaces the bases by one power iteration, and reorders the second moment `v` like the new basis vectors."""
+    """Updates the bases with one power iteration, and reorders the second moment `v` like the new basis vectors."""
     rows, v = _iterated(rows, v)
     cols, turned = _iterated(cols, v.mT)
     return turned.mT, rows, cols

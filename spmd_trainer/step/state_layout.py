@@ -263,7 +263,8 @@ def _of_program(
     mesh: Mesh,
     read: Callable[[NestedWeightHParams, Callable[[NestedJTensor], Any]], Result],
 ) -> Result:
-    """Returns `read(hparams, forward)`. Its argument `forward` is the model's forward pass in training: variables -> outputs."""
+    """Returns the result of `read`, which analyzes how the model uses its variables (see `matrix_dims.find_uses`). `read` gets
+    `hparams`, and the model's training forward pass as a function of the variables."""
 
     def forward(mdl_vars: NestedJTensor) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)

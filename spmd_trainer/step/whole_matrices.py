@@ -1,17 +1,16 @@
 """Applies functions to whole matrices of sharded variables: all-to-alls distribute the matrices over the devices.
 
-All matrices of equal shape form one batch, across variables and stacks; (m, n) and (n, m) count as equal. Each batch is divided
-over all devices of the mesh:
+All matrices of equal shape form one batch, from whichever variables they come; (m, n) and (n, m) count as equal. Each batch is
+divided over all devices of the mesh:
 
-- the groups of devices that hold replicas of the variables divide the batch among themselves;
+- if variables are replicated, each replica (devices that together have all shards) takes an equal part of the batch;
 - one all-to-all, over the mesh axes that shard the matrices, gives each device whole matrices;
 - the function computes on the whole matrices, without communication between devices;
 - one all-to-all returns the shards of the results, and one all-gather gives all replicas the whole batch.
 
-The same all-to-alls move a matrix's companions, such as its moments and the preconditioners of its rows and columns.
-
-Variables of equal shape that are sharded in different ways form separate batches (`_Group`). If the device count doesn't divide
-a batch, matrices of zeros are added.
+The same all-to-alls move a matrix's companions: other arrays that the function needs, such as moments, or preconditioners of the
+rows and columns. Variables of equal shape that are sharded in different ways form separate batches (`_Group`). If a batch doesn't
+divide evenly among the devices, matrices of zeros are added.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from spmd_trainer.step.product_results import MatrixDims
 
 
 class Family(NamedTuple):
-    """A stack of [m, n] matrices, and its companions: arrays with a companion matrix for each matrix of the stack.
+    """A stack of [m, n] matrices, and its companions: other arrays that have one matrix for each matrix of the stack.
 
     Attributes:
       arrays: the matrices themselves, and companions of the same shape, such as moments.
@@ -48,7 +47,7 @@ class Family(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of `arrays`, `of_rows` and `of_cols`."""
+        """The numbers of arrays in `arrays`, `of_rows` and `of_cols`."""
         return len(self.arrays), len(self.of_rows), len(self.of_cols)
 
     def turned(self) -> Family:
@@ -60,11 +59,11 @@ class Matrices(NamedTuple):
     """An array that holds matrices, and its companions: arrays that are moved together with it, such as moments.
 
     Attributes:
-      array: the array, of its logical shape.
+      array: the array, in its logical shape (without padding).
       dims: the array's stack, row (input) and column (output) dimensions.
       spec: the array's PartitionSpec on the ambient mesh.
-      companions: `arrays` have the array's shape and spec. `of_rows` have the shape [*stack, m, m] and `of_cols` have the shape
-        [*stack, n, n]; both are sharded over the axes that `square_axes` returns.
+      companions: a Family. Its `arrays` have the array's shape and spec. Its `of_rows` have the shape [*stack, m, m] and its
+        `of_cols` have the shape [*stack, n, n]; both are sharded over the axes that `square_axes` returns.
     """
 
     array: jax.Array
@@ -74,12 +73,12 @@ class Matrices(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """The companions, with the array as first element of `arrays`."""
+        """A Family of the array and its companions. The array is the first of `arrays`."""
         return self.companions._replace(arrays=(self.array, *self.companions.arrays))
 
 
 def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
+    """Returns the mesh axes that shard each dimension of a square companion, [*stack, m, m] or [*stack, n, n].
 
     The second-to-last dimension is sharded over the mesh axes of the variable's rows, the last dimension over those of its
     columns. So each device has the same fraction of the companion as of the variable.
@@ -167,8 +166,8 @@ def apply_to_families(
 
 
 class _Dim(NamedTuple):
-    """A dimension of a matrix, or adjacent dimensions merged into one: the mesh axes that shard it, the number of shards, the
-    size of a shard with padding, and the size of the whole dimension without padding."""
+    """A dimension of a matrix, or adjacent dimensions merged into one. The mesh axes `axes` shard it into `parts` shards of size
+    `local`, with padding. `size` is the size of the whole dimension, without padding."""
 
     axes: tuple[str, ...]
     parts: int
@@ -181,7 +180,7 @@ class _Block:
     """How a matrix is divided into the devices' shards.
 
     Attributes:
-      short, long: the dimensions of the matrix's shorter side, and those of its longer side.
+      short, long: the dimensions that form the matrix's shorter side, and those that form its longer side.
     """
 
     short: tuple[_Dim, ...]
@@ -199,13 +198,13 @@ class _Block:
 
     @property
     def squares(self) -> tuple[_Block, _Block]:
-        """The blocks of the square companions for the short and for the long side, each sharded over the axes of both sides."""
+        """The `_Block`s of square companions [short, short] and [long, long], sharded over the same axes as the matrix."""
         sizes = (math.prod(dim.size for dim in side) for side in (self.short, self.long))
         short, long = (_Block(*((_over_all(dims, size),) for dims in (self.short, self.long))) for size in sizes)
         return short, long
 
     def whole(self, x: jax.Array, share: int) -> jax.Array:
-        """Puts whole matrices [share, short, long] together from their shards [shards * share, width]."""
+        """Assembles `share` whole matrices, [share, short, long], from their shards, [shards * share, width]."""
         count = len(self.dims)
         x = x.reshape([*(dim.parts for dim in self.dims), share, *(dim.local for dim in self.dims)])
         x = x.transpose([count, *(axis for i in range(count) for axis in (i, count + 1 + i))])
@@ -229,8 +228,8 @@ class _Group:
 
     Attributes:
       block: the division of a matrix into shards.
-      counts: `Family.counts` of each member, if the shorter side counts as the rows.
-      replicas: the mesh axes that shard neither matrices nor stacks.
+      counts: `Family.counts` of each array with its companions, where the rows are the shorter side.
+      replicas: the mesh axes that shard neither matrices nor stacks, so that the matrices are replicated over them.
       num_replicas: product of the sizes of `replicas`.
     """
 
@@ -245,9 +244,9 @@ class _Group:
         return tuple(axis for dim in self.block.dims for axis in dim.axes)
 
     def there(self, pieces: jax.Array) -> Family:
-        """Returns n whole families, [n, short, long], [n, short, short] and [n, long, long], in exchange for this device's shards
-        of all N families, [N, elements per shard]. Runs under `jax.shard_map`.
-        """
+        """Exchanges shards for whole matrices. Takes this device's shards of all N matrices and of their companions, [N, elements
+        per shard]. Returns n whole matrices [n, short, long], and companions [n, short, short] and [n, long, long]. Runs under
+        `jax.shard_map`."""
         num_parts = math.prod(dim.parts for dim in self.block.dims)
         share = -(-len(pieces) // (num_parts * self.num_replicas))
         per_replica = share * num_parts
@@ -261,7 +260,8 @@ class _Group:
         return _family([block.whole(part, share) for block, part in zip(blocks, parts, strict=True)], self.counts)
 
     def back(self, found: Family) -> jax.Array:
-        """Inverts the method `there`: returns this device's shards of all families. Added families of zeros are at the end."""
+        """Exchanges whole matrices for shards: the inverse of `there`. Takes a device's whole results, returns its shards of all.
+        The last ones are results for the zeros with which `there` pads the matrices to equal numbers per device."""
         blocks, arrays = self._blocks(found.counts), jax.tree.leaves(found)
         x = _side_by_side([block.parts(part) for block, part in zip(blocks, arrays, strict=True)])
         if self.axes:
@@ -275,14 +275,15 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """One of the arrays in a group, and its companions.
+    """How the matrices of one array, and their companions, are arranged in the batch of a `_Group`.
 
     Attributes:
       number: the array's index among all arrays of `apply_to_families`.
-      order: the array's dimensions, reordered as the group needs them: stacks, short side, long side.
-      turned: True if this order transposes the matrices, because the array's columns are the short side.
-      count: number of stacked matrices on a device.
-      shapes: shapes of the reordered shards: of the array, of squares of its short side, and of squares of its long side.
+      order: the array's dimensions in the group's order: stack dimensions, those of the shorter side, those of the longer side.
+      turned: True if this order transposes the matrices, because their columns are the shorter side.
+      count: number of the array's matrices of which a device has shards.
+      shapes: shapes of a device's shards, in the group's order: of the array, of a companion for the shorter side ([*stack,
+        short, short]), and of a companion for the longer side ([*stack, long, long]).
     """
 
     number: int
@@ -292,13 +293,13 @@ class _Member:
     shapes: tuple[tuple[int, ...], ...]
 
     def pieces(self, parts: Family) -> jax.Array:
-        """Returns a device's shards of a family as one array [stacked matrices, elements per shard]."""
+        """Returns a device's shards of the array and its companions as one array [matrices, elements per shard]."""
         squares = jax.tree.leaves((parts.turned() if self.turned else parts)[1:])
         arrays = [*(x.transpose(self.order) for x in parts.arrays), *map(self._turn, squares)]
         return _side_by_side([x.reshape(self.count, -1) for x in arrays])
 
     def put_back(self, pieces: jax.Array, counts: tuple[int, int, int]) -> Family:
-        """Inverts the method `pieces`, for shards of the results. `counts`: the results' `Family.counts` in the group."""
+        """Inverts the method `pieces`, for a device's shards of the results. `counts`: the `Family.counts` of the results."""
         shapes = [shape for shape, count in zip(self.shapes, counts, strict=True) for _ in range(count)]
         columns = _columns(pieces, [math.prod(shape) // self.count for shape in shapes])
         parts = _family([x.reshape(shape) for x, shape in zip(columns, shapes, strict=True)], counts)
@@ -335,7 +336,7 @@ def _member(number: int, given: Matrices, spec: PartitionSpec, sizes: Mapping[st
 
 
 def _over_all(dims: Sequence[_Dim], size: int) -> _Dim:
-    """Returns a dimension of this size that is sharded over the mesh axes of all `dims`."""
+    """Returns a dimension with `size` elements that is sharded over the mesh axes of all `dims`."""
     parts = math.prod(dim.parts for dim in dims)
     return _Dim(tuple(axis for dim in dims for axis in dim.axes), parts, -(-size // parts), size)
 
@@ -357,7 +358,7 @@ def _kept(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> Partition
 
 
 def _specs(given: Matrices, spec: PartitionSpec, num_arrays: int) -> PyTree:
-    """Returns a Family of PartitionSpecs: those of `num_arrays` arrays of the matrices' shape, and of the square companions."""
+    """Returns a Family of PartitionSpecs instead of arrays: `num_arrays` times `spec`, and those of the square companions."""
     _, num_rows, num_cols = given.family.counts
     square = PartitionSpec(*(over or None for over in square_axes(given.dims, axes_by_dim(spec, given.array.ndim))))
     specs: tuple[PyTree, ...] = ((spec,) * num_arrays, (square,) * num_rows, (square,) * num_cols)

@@ -94,7 +94,7 @@ class ObjectStore:
             return False
 
     def listdir(self, path: PathLike, detail: bool = False) -> list[str]:
-        """Returns the paths of the entries of a directory, one level deep.
+        """Returns the paths of the entries of a directory, one level deep, whatever `detail` is.
 
         Raises:
           FileNotFoundError: the directory does not exist.

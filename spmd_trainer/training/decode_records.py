@@ -213,7 +213,7 @@ def _scores(outputs: Any, row: int, prefix: int, lengths: list[int]) -> list[flo
 
 
 def _json(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON can't represent, by None."""
+    """Replaces NaN and infinity, which JSON can't represent, with None."""
     if isinstance(value, list):
         return [_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

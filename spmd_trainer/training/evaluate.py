@@ -56,7 +56,7 @@ class Evaluations:
 
         Args:
           state: a state without optimizer states.
-          train_batch: a training batch, on the devices, to evaluate as well (in evaluation mode, without dropout); or None.
+          train_batch: a training batch, on the devices, to evaluate as well (in evaluation mode, without dropout).
           next_batch: called if `train_batch` is None; returns a training batch to evaluate, or None if the input has ended. Not
             called if the run has evaluated a training batch at this step before it was restarted.
           between_batches: called before each batch of a dataset. If it raises, the evaluation stops.

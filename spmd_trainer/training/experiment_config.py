@@ -88,7 +88,7 @@ def resolve(
       exp: see `experiment_registry.find`.
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
-      mesh: the mesh of `--mesh`, or None.
+      mesh: the mesh of `--mesh`; None if the flag is not given.
       join: function that connects the job's processes and returns their number; None if no run follows. If given,
         `let_host_devices_stand_in` is called before the dataset methods, because those of Pax call `jax.local_device_count()`.
 
@@ -342,7 +342,7 @@ def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | Non
 
     Args:
       task_p: the task's config, whose model declares the mesh.
-      mesh: the mesh of `--mesh`, which replaces the declared one; or None.
+      mesh: the mesh of `--mesh`, which replaces the declared one; None if the flag is not given.
       processes: the number of processes that share the mesh, all with the same number of devices.
 
     Raises:

@@ -90,7 +90,7 @@ class LiveStatus:
 
     Attributes:
       training: function that returns the status of the training run; None without a training run. Any thread may call it.
-      display: the active display, or None.
+      display: the active display; None if there is none.
       running: one function per active phase, the oldest first. Each returns its phase's status; None while a nested phase runs.
     """
 

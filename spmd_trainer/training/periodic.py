@@ -108,8 +108,8 @@ class Schedule:
         """Returns the evaluation and the decode to do after the last step, `step`, unless done at this step already.
 
         Args:
-          evaluated: the step of the last evaluation, or None.
-          decoded: the step of the last decode, or None.
+          evaluated: the step of the last evaluation; None if there was none.
+          decoded: the step of the last decode; None if there was none.
         """
         return Due(
             save=False,

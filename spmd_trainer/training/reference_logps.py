@@ -109,8 +109,8 @@ def _logps_step(
     """Evaluates the model on a batch. The arguments are those of `step_fns.eval_step`.
 
     Returns:
-      None, and a tuple: the preference pairs' indices, int32 [batch], -1 for padding rows; and the log-probabilities of the
-      pairs' two answers, float32 [batch, 2 (chosen, rejected)].
+      (None, (indices, logps)): the indices of the preference pairs, int32 [batch], -1 for padding rows; and the log-probabilities
+      of the pairs' two answers, float32 [batch, 2 (chosen, rejected)].
     """
     _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
     pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)

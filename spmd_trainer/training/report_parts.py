@@ -34,7 +34,7 @@ def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
 
 
 def log_choices(lines: Iterable[str]) -> None:
-    """Logs lines that `traced` returned. A kernel chosen instead of the device's preferred one is logged as a warning."""
+    """Logs the lines about chosen kernels that `traced` returned. Warns if a kernel isn't the device's preferred one."""
     for line in lines:
         logging.log(logging.WARNING if "(not " in line else logging.INFO, "%s", line)
 

@@ -36,7 +36,7 @@ def find(module: str) -> ModuleType | None:
 
 
 def check(module: str, what: str = "this") -> None:
-    """Raises UserError if a module's room (subpackage) is not installed. The message says that `what` needs the room."""
+    """Raises UserError if the room (subpackage) of `module` isn't installed. `what`: the feature that needs it, for the error."""
     if text := missing(module, what):
         raise UserError(text)
 

@@ -210,7 +210,7 @@ class TrainConfig(StepConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ChipsConfig(StepConfig):
-    """Settings of the modes that can plan for chips that this machine lacks."""
+    """Settings of `--mode=inspect` and `--mode=plan`, which can compile for chips that aren't on this machine (`--topology`)."""
 
     topology: str | None = _planning(
         None,

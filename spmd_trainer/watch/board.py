@@ -59,7 +59,7 @@ class Digest:
 
 
 class Table:
-    """For each process: its last beat, when this beat arrived, and when the process last made progress."""
+    """For each process: its last heartbeat (`Beat`), when this beat arrived, and when the process last made progress."""
 
     def __init__(self, count: int, now: float):
         """Starts without beats.
@@ -74,7 +74,7 @@ class Table:
         self._turned = now
 
     def note(self, beat: Beat, now: float) -> None:
-        """Stores a beat that arrived at the time `now`. A beat that is stored already changes nothing."""
+        """Stores a heartbeat that arrived at the time `now`. Storing the same heartbeat again has no effect."""
         before = self._beats.get(beat.process)
         if before is None:
             return
@@ -85,10 +85,10 @@ class Table:
         self._beats[beat.process] = beat
 
     def turn(self, now: float, longest: float) -> None:
-        """Begins a round of the exchange at the time `now`.
+        """Begins a round of the exchange of heartbeats at the time `now`.
 
-        If the previous round began more than `longest` seconds ago, this process was stopped, or C code held its interpreter.
-        It received no beats in that time, so that time doesn't count as silence of the other processes.
+        If the previous round began more than `longest` seconds ago, this process itself was suspended, or C code held the GIL. It
+        could receive no heartbeats in that time, so the time isn't counted as silence of the other processes.
         """
         gap, self._turned = now - self._turned, now
         if gap > longest:

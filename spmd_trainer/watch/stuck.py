@@ -39,7 +39,7 @@ class Beat:
       seconds: seconds since `part` began.
       phase: a phase within the activity, e.g. 'evaluating heldout at step 20'; '' if there is none.
       batches: number of batches that are finished in this phase.
-      window: JSON with the times of this process's last steps (see `StepParts.window`), or None.
+      window: JSON with the times of this process's last steps (see `StepParts.window`); None if there is none.
       stacks: the process's Python stacks if it is behind the others; otherwise ''.
     """
 

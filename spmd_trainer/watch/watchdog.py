@@ -126,9 +126,10 @@ class Watchdog(Callback):
         self._finished = step
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Ends the threads. But if this process is about to exit because of a hang, first waits for its exit.
+        """Ends the threads, but leaves the watching thread time to report a hang and exit the process.
 
-        When one process exits because of a hang, steps fail in the other processes. These should report the hang instead.
+        When one process exits because of a hang, the steps of the others fail. Those processes should report the hang, not the
+        failed step.
         """
         if isinstance(error, HangError):
             return

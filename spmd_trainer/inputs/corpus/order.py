@@ -57,7 +57,7 @@ class Taken(NamedTuple):
 
 
 def resolve_shuffle(source: FileSource, shuffle: str | int | None) -> str | int | None:
-    """Replaces 'auto' by 'global' for a source that can be read by number, and validates other values.
+    """Replaces 'auto' with 'global' for a source that can be read by number, and validates other values.
 
     Raises:
       UserError: the value is unknown, or is 'global' for a source that can only be read in order.

@@ -59,10 +59,11 @@ class Part:
     """One part of a token store. One worker makes it from some documents of a chunk of the corpus.
 
     Attributes:
-      chunk, start, stop: number of the chunk in the source; the part's documents are `start` up to, but not including, `stop`
-        of this chunk (None: up to the chunk's end).
+      chunk: index of the chunk in the source.
+      start: index, in the chunk, of the part's first document.
+      stop: index of the first document after the part; None if the part extends to the chunk's end.
       path, size: path of the chunk's file, and the size of this file in bytes when the source was opened.
-      inside: number of the chunk in its file.
+      inside: index of the chunk among the chunks of its file.
     """
 
     chunk: int

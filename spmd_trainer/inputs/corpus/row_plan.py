@@ -1,4 +1,4 @@
-"""Packs documents into rows. The row and column of every token are planned from the lengths of the documents alone.
+"""Packs documents into rows. The row and column (position in the row) of every token follow from the documents' lengths alone.
 
 A process therefore fetches only the tokens of its own rows.
 """
@@ -21,14 +21,14 @@ PAIR = "pair"
 
 
 class RowTable(NamedTuple):
-    """Rows of T tokens. Each array is [rows + 1, T]: the last row is empty. Positions without a token are 0 in all arrays.
+    """Rows of T tokens. Each array is [rows + 1, T]. The last row is empty; it fills up batches. Positions without a token are 0.
 
     Attributes:
       ids: the token before each label. `ids`, `labels`, `segment_ids` and `segment_pos` are unsigned integers.
       labels: the tokens to predict.
-      segment_ids: number of each position's segment in its row, from 1.
-      segment_pos: position in the segment, from 0.
-      counted: bool, True for labels that count toward the loss; None: all labels do.
+      segment_ids: number of each position's segment in its row, from 1 (see `pack` and `cut`).
+      segment_pos: position of each token in its segment, from 0.
+      counted: bool, True for labels that count toward the loss. None if all labels count.
     """
 
     ids: np.ndarray
@@ -38,7 +38,7 @@ class RowTable(NamedTuple):
     counted: np.ndarray | None = None
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a language-model batch (see `batches.lm_input_specs`). `rows`: numbers of the rows to take, integers [B]."""
+        """Makes a language-model batch (see `batches.lm_input_specs`). `rows`: indices of the rows to take, integers [B]."""
         segment_ids = self.segment_ids[rows].astype(np.int32)
         inside = segment_ids > 0
         return NestedMap(
@@ -53,19 +53,19 @@ class RowTable(NamedTuple):
 
 
 class PairTable(NamedTuple):
-    """Preference pairs. Each pair has two sequences of T tokens. An empty pair follows the last pair.
+    """Preference pairs. Each pair has two sequences of T tokens. After the last pair comes an empty pair, which fills up batches.
 
     Attributes:
       sequences: two rows per pair: the prompt with the chosen answer, then the prompt with the rejected answer.
-      places: int64 [pairs + 1, 3]: number of the pair's source, then the two numbers of its `order.Taken.place` in this source;
-        -1 for the empty pair.
+      places: where each pair was read, int64 [pairs + 1, 3]. The three numbers are the index of the source, and the pair's
+        `order.Taken.place` (two numbers) in this source. They are -1 for the empty pair.
     """
 
     sequences: RowTable
     places: np.ndarray
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a batch (`chosen`, `rejected`, `eval_sample_weights`). `rows`: numbers of the pairs to take, integers [B]."""
+        """Makes a batch (`chosen`, `rejected`, `eval_sample_weights`). `rows`: indices of the pairs to take, integers [B]."""
         first = 2 * (rows % len(self.places))
         sides = [self.sequences.batch(np.minimum(first + side, len(self.sequences.ids) - 1)) for side in (0, 1)]
         weights = [side.pop("eval_sample_weights") for side in sides]
@@ -97,16 +97,16 @@ class FramedDocument(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Plan for putting pieces of framed documents into rows. Arrays are int64 [pieces].
+    """Plan for putting pieces of framed documents into rows. Each array is int64 [pieces], with one number for each piece.
 
     `starts` and `sizes` count labels (tokens to predict), which are all tokens of a framed document except the first.
 
     Attributes:
-      documents: number of the document of each piece.
-      starts: number of the piece's first label in its document, from 0.
+      documents: index of the document that the piece belongs to.
+      starts: index of the piece's first label among the labels of its document.
       sizes: number of labels in the piece, 1 or more.
-      rows: row of the piece.
-      columns: column of the piece's first label.
+      rows: index of the row that gets the piece.
+      columns: position of the piece's first label in the row, from 0.
       segments: number of the piece's segment in the row, from 1.
       positions: position of the piece's first label in the segment, from 0.
     """
@@ -154,8 +154,8 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
     Args:
       lengths: number of labels of each framed document.
       seq_len: tokens per row, T. The last row may hold fewer.
-      offset: number of labels at the beginning of the first document that are left out.
-      used: number of labels to cut into rows, 1 or more.
+      offset: number of labels to leave out at the beginning of the first document.
+      used: number of labels to put into rows, after those left out; 1 or more. Later labels are not used.
     """
     begins = np.cumsum([0, *lengths]) - offset
     places = np.unique(np.concatenate([begins[:-1].clip(0), np.arange(0, used, seq_len)]))
@@ -178,8 +178,8 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
 
     Args:
       plan: the plan.
-      rows: numbers of the rows to make, int64 [n], in any order.
-      documents: the plan's documents.
+      rows: indices of the rows to make, int64 [n], in any order.
+      documents: all documents of the plan.
       seq_len: tokens per row, T.
 
     Returns:
@@ -208,7 +208,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
 
 
 def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
-    """Returns the tokens of all pieces, concatenated. With `counted`, returns bool: whether each token counts toward the loss.
+    """Returns the tokens of all pieces, concatenated; with `counted`, whether each of them counts toward the loss (bool).
 
     A piece is (document, start, stop): the tokens `start` to `stop` of a framed document. All tokens of a frame count.
     """
@@ -227,12 +227,12 @@ def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool 
 
 
 def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
-    """Makes a table of preference pairs, and fetches their tokens.
+    """Makes a table of preference pairs. Reads their tokens from the token store if they are stored there.
 
     Args:
-      documents: for each pair, the tokens of the chosen sequence, then those of the rejected one. Only the answers' tokens
-        count toward the loss.
-      places: as in `PairTable`, without the empty pair.
+      documents: for each pair, the tokens of the chosen sequence, followed by those of the rejected one. They must mark the
+        tokens of the answers, and no others, as counting toward the loss. Each answer ends a sequence.
+      places: `PairTable.places`, but without the entry for the empty pair.
       seq_len: tokens per sequence, T.
     """
     whole = [(one, 0, len(one)) for one in documents]
@@ -254,7 +254,7 @@ def lay_out(
     """Makes the table of all rows of a plan: puts the tokens of its pieces into the planned rows and columns.
 
     Args:
-      ids, labels: `RowTable.ids` and `RowTable.labels` of all pieces, concatenated: unsigned [tokens].
+      ids, labels: the pieces' values for `RowTable.ids` and `RowTable.labels`, concatenated: unsigned integers [tokens].
       plan: the plan.
       seq_len: tokens per row.
       counted: bool [tokens], True for labels that count toward the loss; None: all labels do.
@@ -325,10 +325,10 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def places(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two int64 [pieces] arrays: the first column of each piece, and its number in its row, from 1.
+    """Returns two int64 [pieces] arrays: each piece's first column (position in the row), and its number in its row, from 1.
 
     Args:
-      rows: row of each piece, int64 [pieces]; every row has at least one piece. Pieces in a row keep their order.
+      rows: row of each piece, int64 [pieces]. Each row has at least one piece. The pieces of a row are laid out in their order.
       sizes: tokens of each piece, int64 [pieces].
     """
     by_row = np.argsort(rows, kind="stable")

@@ -81,10 +81,10 @@ class Window(NamedTuple):
     """The rows of one window.
 
     Attributes:
-      begin: position where the window begins.
-      end: position where the next window begins.
-      table: this process's rows; the last row is empty.
-      places: for each row, in the order of the input, its number in `table`, int64 [num_rows]; -1 for other processes' rows.
+      begin: position in the input where the window begins.
+      end: position in the input where the next window begins.
+      table: this process's rows of the window. An empty row (or pair) follows, which fills up the input's last batch.
+      places: index in `table` of each row of the window, in the input's order, int64 [num_rows]; -1 for other processes' rows.
       num_tokens: tokens in the rows of all processes.
     """
 

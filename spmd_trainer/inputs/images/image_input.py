@@ -207,7 +207,7 @@ class ImageInput(examples.ExamplesInput):
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
     def _row(self, number: int, index: int) -> _Row:
-        """Reads image `number` (the last image if `number` is too large), and decodes it as the one at `index` of the order."""
+        """Decodes image `number`, or the last if there are fewer. Its `index` in the shuffled order seeds augmentation."""
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)

@@ -79,7 +79,7 @@ class RunReader:
         }
 
     def _changes(self) -> Record:
-        """Returns the settings that changed when the run was restarted, newest changes first."""
+        """Returns the settings that each restart of the run has changed, newest restart first."""
         rows: list[Record] = []
         with self._noting(run_files.CONFIG_FILE):
             earlier = sorted(path.name for path in self.path.iterdir() if run_files.EARLIER_CONFIG.fullmatch(path.name))

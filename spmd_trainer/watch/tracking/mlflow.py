@@ -157,7 +157,7 @@ class MlflowTracker(Tracker):
 
 
 def _where(facts: RunFacts) -> tuple[str, str | None]:
-    """Returns the tracking URI, and the artifact location for a new experiment, or None for the server's default location."""
+    """Returns (tracking URI, artifact location of a new experiment). The location is None for the server's default."""
     uri = os.environ.get(URI)
     if uri:
         return uri, None

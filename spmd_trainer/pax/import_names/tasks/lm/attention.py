@@ -3,8 +3,8 @@
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
 
-For other models, call `use_fused_attention_in(model_p)` on the model's config. It replaces attention layers by this module's
-fused classes, and `TransformerLm` by a class that passes them segment ids instead of a mask. Variables stay the same. Layers
+For other models, call `use_fused_attention_in(model_p)` on the model's config. It replaces attention layers with this module's
+fused classes, and `TransformerLm` with a class that passes them segment ids instead of a mask. Variables stay the same. Layers
 that still get a mask (encoders, cross-attention, prefix LMs, masks in the batch) use praxis' own attention; so do decode steps.
 """
 
@@ -239,7 +239,7 @@ _FUSED = {
 
 
 def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
-    """Replaces attention layers in a config by fused ones, and `TransformerLm` by `SegmentedTransformerLm`, in place.
+    """Replaces attention layers in a config with fused ones, and `TransformerLm` with `SegmentedTransformerLm`, in place.
 
     Args:
       model_p: config of a model, or of a part of a model.

@@ -47,7 +47,7 @@ class LayerNorm(layers.LayerNorm):
 
 
 def use_layer_norm(model_p: Any) -> None:
-    """Replaces praxis' `LayerNorm`, but not its subclasses, by this module's `LayerNorm` in a model's config, in place."""
+    """Replaces praxis' `LayerNorm`, but not its subclasses, with this module's `LayerNorm` in a model's config, in place."""
     for norm_p in selectors.select(model_p, layers.LayerNorm, match_subclasses=False):
         fdl.update_callable(norm_p, LayerNorm)
 
@@ -216,7 +216,7 @@ _FUSED = {
 
 
 def use_fused_loss_in(model_p: Any) -> None:
-    """Replaces `FullSoftmax` and `SharedEmbeddingSoftmax` in a config, in place, by the classes with a fused loss.
+    """Replaces `FullSoftmax` and `SharedEmbeddingSoftmax` in a config, in place, with classes that have a fused loss.
 
     Other subclasses of `FullSoftmax` stay as they are. `model_p`: config of a model, or of a part of a model.
     """
@@ -226,7 +226,7 @@ def use_fused_loss_in(model_p: Any) -> None:
 
 
 def use_cheaper_layers(model_p: Any) -> None:
-    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, in place, by this module's classes.
+    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, in place, with this module's classes.
 
     Subclasses of the two stay as they are. `model_p`: config of a model, or of a part of a model.
     """
