@@ -115,12 +115,10 @@ class EveryRung(memory_ladder.MemoryLadder):
         self.errors: list[float] = []
 
     def _first_that_fits(self, tries: Sequence[memory_ladder.Try]) -> Iterator[memory_ladder.Try]:
-        errors = dict[int, int]()
+        corrections = memory_ladder.Corrections()
         for tried in tries:
-            yield memory_ladder.corrected(tried, errors)
-            num_bytes = self.steps[-1].outcome.bytes
-            if num_bytes and tried.predicted:
-                errors[tried.predicted] = num_bytes - tried.predicted
+            yield corrections.of(tried)
+            corrections.add(tried, self.steps[-1].outcome.bytes)
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         outcome = super()._compile(rung, candidate, predicted)

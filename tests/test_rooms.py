@@ -36,7 +36,7 @@ def is_core(path):
 
 
 TRAINS = """
-import importlib.util, pathlib, sys
+import importlib.util, pathlib, sys, types
 directory, *absent = sys.argv[1:]
 for room in absent:
     assert importlib.util.find_spec(f"spmd_trainer.{room.replace('/', '.')}") is None, room
@@ -48,7 +48,7 @@ import numpy as np
 import optax
 from praxis import pax_fiddle
 
-from spmd_trainer import base_experiment, models, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, models, tasks_lib
 from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ArrayInput
@@ -79,6 +79,10 @@ class Tiny(base_experiment.BaseExperiment):
         task_p.train.learner.optimizer = optax.adam(0.1)
         return task_p
 
+# As from a module of the user's, so that the end of the run looks for commands to name.
+Tiny.__module__ = "mine"
+sys.modules["mine"] = types.ModuleType("mine")
+experiment_registry.register(Tiny)
 assert jax.device_count() == 8
 result = train(Job.build(make_run_config(Tiny, directory)))
 assert result.step == 3 and np.isfinite(result.metrics["loss"])

@@ -75,6 +75,12 @@ class ExampleOrder:
 class CheckpointedInput(base_input.BaseInput):
     """Base class of all inputs: pads batches, names the input in errors, and refuses positions saved with other settings."""
 
+    # True for preference pairs whose reference's log-probabilities the trainer can provide; see `PreferenceInput`.
+    takes_reference: ClassVar[bool] = False
+
+    def limit_vocabulary(self, model_vocab_size: int) -> None:
+        """Called with the model's vocabulary size before the first batch. Inputs of text reject larger tokens from then on."""
+
     def error(self, message: str) -> UserError:
         """Returns a UserError whose message names this input."""
         return UserError(f"{type(self).__name__} {self.name!r}: {message}")

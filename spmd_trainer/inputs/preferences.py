@@ -174,6 +174,8 @@ class PreferenceInput(MessagesInput):
     _packings: ClassVar[tuple[str, ...]] = (PAIR,)
 
     packing: str = PAIR
+    takes_reference: ClassVar[bool] = True
+
     reference: str | None = None
     _logps: Any = dataclasses.field(default=None, init=False, repr=False)
 

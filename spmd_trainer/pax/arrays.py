@@ -83,7 +83,8 @@ class PaxArray:
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Reads the whole array."""
         array = self.start_reading(tuple(slice(0, size) for size in self.shape))()
-        return np.asarray(array, dtype, copy=copy)
+        # What TensorStore reads is a new array already. A leaf of a msgpack file is a read-only view of the file.
+        return np.array(array, dtype) if copy and not array.flags.writeable else np.asarray(array, dtype)
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         """Reads the part that an index selects.

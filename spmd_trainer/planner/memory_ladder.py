@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 from absl import logging
@@ -178,7 +178,7 @@ class MemoryLadder:
         """
         if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
-        kept, devices = self._trace(at.candidate)[1], self._job.partitioner.mesh.size
+        kept, devices, state = self._trace(at.candidate)[1], self._job.partitioner.mesh.size, self._state(at.candidate)
         found: dict[str, tuple[float, Try]] = {}
         with Phase("tracing rematerialisation policies", announce_after=2.0):
             for policy in AutodiffCheckpointType:
@@ -189,7 +189,7 @@ class MemoryLadder:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    tried = Try(f"remat {policy.value}", change, at.bytes_without(saved))
+                    tried = Try(f"remat {policy.value}", change, at.bytes and max(state, at.bytes - saved))
                     found.setdefault(text, (work.step.flops, tried))
         yield from self._first_that_fits([tried for _, tried in sorted(found.values(), key=lambda one: one[0])])
 
@@ -290,26 +290,23 @@ class MemoryLadder:
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the changes that are predicted to fit, in order, and last the change with the fewest predicted bytes.
 
-        The caller stops when a change fits. After each compilation, predictions are corrected; see `corrected`. If a change has
-        no prediction, yields all changes.
+        The caller stops when a change fits. After each compilation, predictions are corrected; see `Corrections`. After one with
+        unknown bytes, only the change with the fewest is left. If a change has no prediction, yields all changes.
         """
         if any(tried.predicted is None for tried in tries):
             yield from tries
             return
-        waiting, errors = list(tries), dict[int, int]()
+        waiting, corrections = list(tries), Corrections()
         while waiting:
-            now = [corrected(tried, errors).predicted or 0 for tried in waiting]
-            smallest = now.index(min(now))
-            chosen = next((n for n, num_bytes in enumerate(now) if num_bytes <= self._search.memory), smallest)
-            yield dataclasses.replace(waiting[chosen], predicted=now[chosen])
-            if chosen == smallest:
+            now = list(map(corrections.of, waiting))
+            smallest = min(now, key=lambda tried: tried.predicted or 0)
+            chosen = next((tried for tried in now if (tried.predicted or 0) <= self._search.memory), smallest)
+            yield chosen
+            if chosen is smallest:
                 return
-            own = waiting[chosen].predicted
-            if own is not None and (num_bytes := self.steps[-1].outcome.bytes):
-                errors[own] = num_bytes - own
-                waiting = waiting[chosen + 1 :]
-            else:
-                waiting = [waiting[smallest]]
+            index, num_bytes = now.index(chosen), self.steps[-1].outcome.bytes
+            corrections.add(waiting[index], num_bytes)
+            waiting = waiting[index + 1 :] if num_bytes else [waiting[now.index(smallest)]]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         """Compiles a candidate, adds it to `steps` and returns its outcome. If compilation fails, `outcome.reason` says why."""
@@ -364,20 +361,27 @@ class MemoryLadder:
         return f"The smallest program needs {bytes_text(min(whole))} per chip, {have}"
 
 
-def corrected(tried: Try, errors: Mapping[int, int]) -> Try:
-    """Adds to a change's prediction the error of the compiled program with the nearest prediction. Returns the new `Try`.
+class Corrections:
+    """Corrects predictions of a rung's changes by the error of the compiled program whose prediction was nearest.
 
     Programs that save similar numbers of bytes have similar errors, e.g. because they recompute the same activations.
-
-    Args:
-      tried: the change.
-      errors: {predicted bytes of a compiled program: compiled bytes - predicted bytes}.
     """
-    predicted = tried.predicted
-    if predicted is None or not errors:
-        return tried
-    nearest = min(errors, key=lambda known: abs(known - predicted))
-    return dataclasses.replace(tried, predicted=predicted + errors[nearest])
+
+    def __init__(self) -> None:
+        self._errors: dict[int, int] = {}  # {predicted bytes: compiled bytes - predicted bytes}
+
+    def add(self, tried: Try, num_bytes: int | None) -> None:
+        """Records the compiled bytes of a change (None: unknown). `tried` has its own prediction, without corrections."""
+        if tried.predicted is not None and num_bytes is not None:
+            self._errors[tried.predicted] = num_bytes - tried.predicted
+
+    def of(self, tried: Try) -> Try:
+        """Returns a change with its prediction corrected."""
+        predicted = tried.predicted
+        if predicted is None or not self._errors:
+            return tried
+        nearest = min(self._errors, key=lambda known: abs(known - predicted))
+        return dataclasses.replace(tried, predicted=predicted + self._errors[nearest])
 
 
 def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:

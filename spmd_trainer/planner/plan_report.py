@@ -110,7 +110,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A program of the memory ladder that was compiled.
+    """A program that the memory ladder has compiled, or tried to compile.
 
     Attributes:
       rung: name of the program's last change, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.

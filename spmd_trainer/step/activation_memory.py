@@ -82,7 +82,7 @@ def _check_names(asked: list[str], known: set[str]) -> None:
             )
             raise UserError(
                 f"task.train.saved_activations or offloaded_activations has {name!r}, and no activation of a rematerialised "
-                f"part has this name: {problem}"
+                f"part has this name (parts in custom derivatives keep their own policy): {problem}"
             )
 
 
@@ -91,10 +91,15 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and inside:
             yield eqn.params["name"]
-        if not inside and eqn.primitive.name.startswith("custom_"):
-            continue  # `_changed` gives no policy to blocks in a custom derivative
+        if not inside and _has_own_derivative(eqn):
+            continue
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from _names(inner, inside=inside or eqn.primitive.name in REMAT)
+
+
+def _has_own_derivative(eqn: Any) -> bool:
+    """Returns True for custom derivatives. A rematerialized block inside one keeps its own policy."""
+    return bool(eqn.primitive.name.startswith("custom_"))
 
 
 def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
@@ -108,7 +113,7 @@ def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     def one(eqn: Any) -> Any:
-        if eqn.primitive.name.startswith("custom_"):  # a custom derivative has no policy
+        if _has_own_derivative(eqn):
             return eqn
         params = {name: changed(value) for name, value in eqn.params.items()}
         return eqn.replace(params={**params, "policy": policy} if eqn.primitive.name in REMAT else params)

@@ -13,6 +13,7 @@ from absl import logging
 
 from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.indexed import CheckpointedInput
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.paths import directory
@@ -32,14 +33,15 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
     Called by every process. Does nothing if `data_cache_dir` is not set.
 
     Args:
-      built: the built input, before its first batch. Inputs other than `CorpusInput` are left alone.
+      built: the built input, before its first batch. Inputs without the method `tokenise_ahead` of
+        `CorpusInput` are left alone.
       config: the run's settings.
 
     Raises:
       UserError: the cache directory can't be used.
     """
     global _newest
-    if not config.data_cache_dir or not hasattr(built, "tokenise_ahead"):
+    if not config.data_cache_dir or not (isinstance(built, CheckpointedInput) and hasattr(built, "tokenise_ahead")):
         yield
         return
     from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name  # imports all that reads a corpus

@@ -183,11 +183,11 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
 
 def _answers(experiment: ResolvedExperiment) -> bool:
     """Returns True if the run's model can answer a `--prompt`: it generates text, and an input has a tokenizer."""
-    from spmd_trainer.inputs.text_base import reads_texts  # imports what reads texts
-
     lora, config = experiment.task_p.lora, experiment.config
     if not hasattr(experiment.task_p.model, "generation") or (lora is not None and lora.adapters):
         return False
+    from spmd_trainer.inputs.text_base import reads_texts  # imports what reads texts
+
     return any(map(reads_texts, (*config.train_datasets, *config.eval_datasets, *config.decode_datasets)))
 
 

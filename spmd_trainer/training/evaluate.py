@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from praxis.py_utils import NestedMap
 
-from spmd_trainer import multihost
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
@@ -90,7 +90,8 @@ class Evaluations:
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
         """Returns the scalars and notes of a dataset's evaluation at `step` as process 0 reads them; {} if there are none."""
-        return multihost.broadcast(read_metrics(self._job.config.job_log_dir, f"eval_{name}").get(step, {}))
+        directory = self._job.config.job_log_dir
+        return decided_by_process_0(lambda: read_metrics(directory, f"eval_{name}").get(step, {}))
 
     def _evaluate_train_batch(self, state: TrainState, batch: PyTree) -> dict[str, float]:
         if self._train_step is None:

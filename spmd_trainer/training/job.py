@@ -19,6 +19,7 @@ from spmd_trainer.base_experiment import BaseExperiment, check_overrides
 from spmd_trainer.errors import MissingCompilerError, UserError, first_paragraph, user_code
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.inputs import batches
+from spmd_trainer.inputs.indexed import CheckpointedInput
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_data import InputLayout
@@ -322,5 +323,5 @@ def _check_vocabulary(built: Any, task: SingleTask) -> None:
             f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
             f"the model's vocab_size is {vocab_size}; set it to {tokens} or more"
         )
-    if hasattr(built, "limit_vocabulary"):
+    if isinstance(built, CheckpointedInput):
         built.limit_vocabulary(vocab_size)

@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from etils import epath
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.indexed import CheckpointedInput
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 
@@ -40,7 +41,7 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
     Raises:
       UserError: the processes read different values.
     """
-    if not getattr(data, "lacks_reference", False):
+    if not _lacks_reference(data):
         return
     found = ReferenceFiles(job_log_dir, data).values()
     checksum = None if found is None else zlib.crc32(found.tobytes())
@@ -51,9 +52,15 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 def attach_zeros(data: Any) -> Any:
     """Sets an input's missing reference log-probabilities to 0, for modes that only show or verify batches; returns the input."""
-    if getattr(data, "lacks_reference", False):
+    if _lacks_reference(data):
         data.use_reference(np.zeros((data.num_pairs, 2), np.float32))
     return data
+
+
+def _lacks_reference(data: Any) -> TypeGuard[PreferenceInput]:
+    return (
+        isinstance(data, CheckpointedInput) and data.takes_reference and cast("PreferenceInput", data).lacks_reference
+    )
 
 
 class ReferenceFiles:

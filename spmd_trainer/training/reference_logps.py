@@ -40,7 +40,7 @@ def inputs_of(job: Job) -> list[Any]:
     return [
         input_p
         for input_p in (*config.train_datasets[:1], *config.eval_datasets)
-        if hasattr(input_p.cls, "use_reference") and input_p.reference is not None
+        if getattr(input_p.cls, "takes_reference", False) is True and input_p.reference is not None
     ]
 
 

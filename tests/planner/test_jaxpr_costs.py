@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import NEEDS_TPU
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from plan_helpers import make_job
 
 from spmd_trainer import sharding
-from spmd_trainer.planner import jaxpr_costs
+from spmd_trainer.planner import jaxpr_costs, plan_prediction
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
 ONE = 2 * 8 * 16 * 16
@@ -117,3 +119,12 @@ def test_saved_bytes_of_tpus_have_whole_lanes(last, stored):
     jaxpr = jax.jit(layers).trace(jnp.zeros((8, last))).jaxpr.jaxpr
     assert jaxpr_costs.saved_bytes(jaxpr, lanes=128) == 3 * 8 * stored * 4
     assert jaxpr_costs.saved_bytes(jaxpr) == 3 * 8 * last * 4
+
+
+@NEEDS_TPU
+def test_only_tpus_store_whole_lanes(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(jaxpr_costs, "saved_bytes", lambda jaxpr, lanes: counted.append(lanes) or 0.0)
+    for chips in ({"topology": "v5e:2x2"}, {}):
+        plan_prediction.traced(make_job(tmp_path, **chips))
+    assert counted == [128, 1]

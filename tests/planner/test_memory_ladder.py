@@ -12,6 +12,7 @@ from praxis import schedules
 from praxis.layers import AutodiffCheckpointType
 from praxis.pax_fiddle import Config
 
+from benchmarks import ladder_predictions
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import memory_ladder, plan, plan_mode, plan_prediction, plan_report, plan_search
@@ -136,6 +137,31 @@ def test_what_one_policy_computes_again_is_added_to_the_predictions_of_others(tm
     assert [policy for policy, *_ in found.compiled] == ["save_everything", "save_dot_except_logits", "save_dot_only"]
     assert ladder.steps[1].predicted == ladder.steps[1].outcome.bytes - found.again
     assert ladder.steps[2].predicted == ladder.fitting.bytes
+
+
+def test_the_nearest_compiled_program_corrects_a_prediction():
+    def tried(predicted):
+        return memory_ladder.Try("remat", lambda at: at, predicted)
+
+    corrections = memory_ladder.Corrections()
+    assert corrections.of(tried(100)).predicted == 100
+    corrections.add(tried(100), 110)
+    corrections.add(tried(40), 35)
+    corrections.add(tried(300), None)
+    assert [corrections.of(tried(n)).predicted for n in (320, 90, 60, 10)] == [330, 100, 55, 5]
+    assert corrections.of(tried(None)).predicted is None
+
+
+def test_policies_with_the_same_program_are_one_try(tmp_path, chips, monkeypatch):
+    same = ("save_dot_only", "save_dot_with_no_batch_dims")
+    found = chips(memory=1, activations={**ACTIVATIONS, same[1]: ACTIVATIONS[same[0]]})
+    traced = plan_prediction.traced
+    monkeypatch.setattr(plan_prediction, "traced", lambda job: (traced(job)[0].replace(*same[::-1]), traced(job)[1]))
+    ladder = ladder_predictions.EveryRung(job_with(tmp_path))
+    ladder.climb(1000.0)
+    tried = [policy for policy, dtype, number, *_ in found.compiled if (dtype, number) == ("float32", 1)]
+    assert tried[:3] == ["save_everything", "save_dot_only", "save_nothing"]
+    assert same[1] not in tried
 
 
 @pytest.mark.full

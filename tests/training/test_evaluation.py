@@ -184,12 +184,21 @@ def test_all_processes_have_the_results_that_process_0_finds(tmp_path, monkeypat
     """Each may see another metrics.jsonl: on the first process's disk, or in a store that shows new files late."""
     job = eval_job(tmp_path)
     found = checkpoints.restore_for_inference(job, "none")
-    seen = {"step": found.step, "log_pplx": 2.5, "identity": "the same"}
+    own = {name: {found.step: {"log_pplx": 9.0, "identity": name}} for name in ("eval_train", "eval_heldout")}
+    seen = {name: {"step": found.step, "log_pplx": 2.5, "identity": "the same"} for name in own}
+
+    def of_process_0(decide):
+        record = decide()
+        assert record in ({"log_pplx": 9.0, "identity": name} for name in own)
+        return seen[record["identity"]]
+
+    monkeypatch.setattr(evaluate, "read_metrics", lambda directory, name: own[name])
+    monkeypatch.setattr(evaluate, "decided_by_process_0", of_process_0)
     monkeypatch.setattr(evaluate.EvalDataset, "fingerprint", lambda self, state: "the same")
     monkeypatch.setattr(evaluate.EvalDataset, "evaluate", lambda *args: pytest.fail("it was evaluated again"))
-    monkeypatch.setattr(evaluate.multihost, "broadcast", lambda value: seen)
-    results = evaluate.Evaluations(job, SummaryWriters(tmp_path)).run(found.state, found.step)
-    assert results == {"heldout/log_pplx": 2.5}
+    run = evaluate.Evaluations(job, SummaryWriters(tmp_path)).run
+    results = run(found.state, found.step, next_batch=lambda: pytest.fail("a batch was taken again"))
+    assert results == {"train/log_pplx": 2.5, "heldout/log_pplx": 2.5}
 
 
 def test_early_stopping_counts():

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import types
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from spmd_trainer.decoder.preferences.loss import PreferenceLoss
 from spmd_trainer.decoder.preferences.model import PreferenceModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.llama import TinyLlama
+from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.step import layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
@@ -252,3 +254,18 @@ def test_each_device_on_its_own_pairs_gives_the_same_values(settings, tmp_path, 
     job.config.experiment.experiment.partitioner = lambda: ShardMapPartitioner(mesh=job.partitioner.mesh, **settings)
     computed(Job.build(job.config))
     np.testing.assert_allclose(values(tmp_path / "own")[0], values(tmp_path / "one")[0], rtol=1e-5)
+
+
+class Named(ArrayInput):
+    """An input of a user, with a field of a method's name."""
+
+    use_reference: bool = True
+
+
+def test_an_input_with_a_field_of_this_name_is_no_input_of_pairs():
+    named = Config(Named, name="train", is_training=True, arrays={"x": np.zeros((4, 2))}, batch_size=2)
+    config = types.SimpleNamespace(train_datasets=[named], eval_datasets=[named])
+    experiment = types.SimpleNamespace(config=config)
+    job = types.SimpleNamespace(config=types.SimpleNamespace(experiment=experiment))
+    assert reference_logps.inputs_of(job) == []
+    assert reference_files.attach_zeros(built := named.Instantiate()) is built
