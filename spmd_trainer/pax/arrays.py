@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 Index: TypeAlias = tuple[slice, ...]
-# Starts to read the part of a stored array that an index selects. Returns a function that waits for the part.
+# Starts to read the part of a stored array that an index selects. Returns a function that waits for the part, a new array.
 StartReading: TypeAlias = Callable[[Index], Callable[[], "npt.NDArray[Any]"]]
 
 # TensorStore raises ValueError for everything. The error's text shows whether a file is missing, cut short or can't be decoded.
@@ -82,9 +82,8 @@ class PaxArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Reads the whole array."""
-        array = self.start_reading(tuple(slice(0, size) for size in self.shape))()
-        # What TensorStore reads is a new array already. A leaf of a msgpack file is a read-only view of the file.
-        return np.array(array, dtype) if copy and not array.flags.writeable else np.asarray(array, dtype)
+        del copy  # what is read is a new array
+        return np.asarray(self.start_reading(tuple(slice(0, size) for size in self.shape))(), dtype)
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         """Reads the part that an index selects.

@@ -47,8 +47,8 @@ class FlaxLeaves:
         leaf = self.leaves[position]
 
         def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
-            # An index without dimensions would give a scalar.
-            return lambda: np.asarray(leaf[index])
+            # The leaf is a read-only view of the file. And an index without dimensions would give a scalar.
+            return lambda: np.array(leaf[index])
 
         return PaxArray(path, f"{LEAVES}[{position}]", leaf.shape, leaf.dtype, leaf.shape, None, start)
 

@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import numpy as np
@@ -57,10 +57,13 @@ def attach_zeros(data: Any) -> Any:
     return data
 
 
+def takes_reference(cls: Any) -> bool:
+    """Returns True for classes of inputs of preference pairs; False for other classes, and for functions in a config."""
+    return isinstance(cls, type) and issubclass(cls, CheckpointedInput) and cls.takes_reference
+
+
 def _lacks_reference(data: Any) -> TypeGuard[PreferenceInput]:
-    return (
-        isinstance(data, CheckpointedInput) and data.takes_reference and cast("PreferenceInput", data).lacks_reference
-    )
+    return takes_reference(type(data)) and data.lacks_reference
 
 
 class ReferenceFiles:

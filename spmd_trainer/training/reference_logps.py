@@ -26,7 +26,7 @@ from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import NestedJTensor, TrainState
 from spmd_trainer.training.dataset_batches import FiniteDataset, no_op
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.reference_files import ReferenceFiles
+from spmd_trainer.training.reference_files import ReferenceFiles, takes_reference
 
 # Computed values are written to a file at intervals of this many seconds, and when the dataset has ended.
 _SECONDS_BETWEEN_PARTS = 20.0
@@ -40,7 +40,7 @@ def inputs_of(job: Job) -> list[Any]:
     return [
         input_p
         for input_p in (*config.train_datasets[:1], *config.eval_datasets)
-        if getattr(input_p.cls, "takes_reference", False) is True and input_p.reference is not None
+        if takes_reference(input_p.cls) and input_p.reference is not None
     ]
 
 

@@ -79,6 +79,7 @@ def test_a_part_of_an_array_is_read_by_its_index(pax_data):
         own = np.array(array)  # a copy, which may be written to
         own[:] = 0
         np.testing.assert_array_equal(np.asarray(array), value)
+        assert array[2:5].flags.writeable
 
 
 def test_any_directory_of_a_run_is_understood(pax_data, tmp_path):
