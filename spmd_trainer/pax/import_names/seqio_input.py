@@ -73,23 +73,19 @@ def get_eval_hparams_for_seqio(
       pass_entire_feature_lengths: also keep the lengths of features other than 'inputs' and 'targets', with any `metric_type`.
     """
     seqio = import_seqio("get_eval_hparams_for_seqio")
-    whole = task_or_mixture_name
-    whole = seqio.get_mixture_or_task(whole) if isinstance(whole, str) else whole
-    lengths = {name: feature_lengths[name] for name in ("inputs", "targets")}
-    if metric_type is MetricType.PREDICT:
-        lengths["targets"] = 1  # only the token that ends the row
-    elif eval_metrics_retain_task_features:
-        lengths = dict(feature_lengths)
-    if pass_entire_feature_lengths:
-        lengths |= {name: length for name, length in feature_lengths.items() if name not in lengths}
+    given = task_or_mixture_name
+    whole = seqio.get_mixture_or_task(given) if isinstance(given, str) else given
+    # Rows to predict hold the token that ends the row, and no other target.
+    short = {"targets": 1} if metric_type is MetricType.PREDICT else {}
+    keep_all = pass_entire_feature_lengths or (eval_metrics_retain_task_features and not short)
+    kept = feature_lengths if keep_all else ("inputs", "targets")
+    lengths = {name: feature_lengths[name] for name in kept} | short
     configs = []
     for task in seqio.get_subtasks(whole):
         split = select_split(task.name, split_name)
         declared = task.predict_metric_fns if metric_type is MetricType.PREDICT else task.score_metric_fns
         if (check_split_exists and split not in task.splits) or (require_metric_fns and not declared):
-            logging.warning(
-                "task %s is left out: it lacks split %r or metrics of type %s", task.name, split, metric_type
-            )
+            logging.warning("task %s is left out: it lacks split %r or %s metrics", task.name, split, metric_type)
             continue
         converter = copy.deepcopy(feature_converter) or pax_fiddle.Config(
             feature_converter_class("LanguageModelFeatures"),
