@@ -253,7 +253,7 @@ def encode(
         signed = is_signed(path)
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
         level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step, row), signed)
-        sign = jnp.where((x < 0) & (level > 0), 128, 0) if signed else 0
+        sign = jnp.where(jnp.signbit(x) & (level > 0), 128, 0) if signed else 0
         return Bytes((level + sign).astype(jnp.uint8), scale, signed)
     return x
 
@@ -271,7 +271,8 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
     """Returns the levels (int32 magnitude codes, without sign) of an array, rounded stochastically.
 
     The function computes no logarithms: compiled logarithms round the last elements of an array differently, so results would
-    depend on the mesh.
+    depend on the mesh. Signs and zeros are found in the bits: XLA would share an array of float32 zeros, even one in a
+    comparison, with the initial sums of the minibatches' gradients, and keep it in memory until here.
 
     Args:
       size: float32 magnitudes.
@@ -290,7 +291,8 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
     part = (size - below) / jnp.where(above > below, above - below, 1.0)
     level = low + ((drawn >> 8).astype(jnp.float32) * 2.0**-24 < part).astype(jnp.int32)
     # A second moment must not become zero: the step divides by its root.
-    return jnp.minimum(level if signed else jnp.where(size > 0, jnp.maximum(level, 1), level), most)
+    is_positive = lax.bitcast_convert_type(size, jnp.int32) > 0
+    return jnp.minimum(level if signed else jnp.where(is_positive, jnp.maximum(level, 1), level), most)
 
 
 def _value(level: jax.Array, *, signed: bool) -> jax.Array:
@@ -299,8 +301,8 @@ def _value(level: jax.Array, *, signed: bool) -> jax.Array:
     root = jnp.full(level.shape, _ROOTS[0], jnp.float32)
     for eighth in range(1, _PER_OCTAVE):
         root = jnp.where((below & (_PER_OCTAVE - 1)) == eighth, _ROOTS[eighth], root)
-    power = lax.bitcast_convert_type(((below >> 3) + 127) << 23, jnp.float32)
-    return jnp.where(level > 0, root * power, 0.0)
+    power = lax.bitcast_convert_type(jnp.where(level > 0, ((below >> 3) + 127) << 23, 0), jnp.float32)
+    return root * power
 
 
 def _most(signed: bool) -> int:

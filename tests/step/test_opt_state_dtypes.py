@@ -7,11 +7,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend import core
 from praxis import base_layer, pax_fiddle
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.checkpointing import LOAD_ALL, Checkpointer, CheckpointLoadingRules, loading_rules
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.sharding import jaxprs
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import opt_state_dtypes, state_layout
 from spmd_trainer.step.opt_state_dtypes import Bytes
@@ -82,6 +84,24 @@ def test_the_mean_over_steps_is_the_element(dtype):
     # Five standard deviations of a mean of draws that are at most a level apart, of 2,400 elements.
     level = ONE_BFLOAT16 if dtype == "bfloat16" else ONE_LEVEL
     assert np.abs(mean / x - 1).max() <= 5 * level / 2 / np.sqrt(count)
+
+
+@pytest.mark.parametrize("path", ["m/params/w", "v/params/w"])
+def test_eight_bits_need_no_array_of_zeros(path):
+    """The compiler would share one with the initial sums of the minibatches' gradients, and keep it in memory all the while."""
+
+    def again(x, step):
+        return opt_state_dtypes.encode(path, opt_state_dtypes.decode(stored(path, x, "8bit")) * 0.9, "8bit", step)
+
+    traced = jax.make_jaxpr(again)(rows(0), 1)
+    zeros = [
+        eqn
+        for eqn in jaxprs.equations(traced.jaxpr)
+        for x in eqn.invars
+        if not isinstance(x, core.Var) and x.aval.dtype == jnp.float32 and x.val == 0
+        if any(out.aval.size == rows(0).size for out in eqn.outvars)
+    ]
+    assert not zeros
 
 
 def test_a_second_moment_is_not_rounded_to_zero_and_an_element_that_is_not_finite_stays_visible():
