@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from absl import logging
 
 from spmd_trainer.planner import memory_ladder, plan_mode, plan_report, plan_search
-from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_candidates import Candidate, Try
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
@@ -114,7 +114,7 @@ class EveryRung(memory_ladder.MemoryLadder):
         super().__init__(job, EveryProgram(job, ()), plan_report.Store(job, ("memory",)))
         self.errors: list[float] = []
 
-    def _first_that_fits(self, tries: Sequence[memory_ladder.Try]) -> Iterator[memory_ladder.Try]:
+    def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         corrections = memory_ladder.Corrections()
         for tried in tries:
             yield corrections.of(tried)

@@ -17,16 +17,15 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import jax.numpy as jnp
 from absl import logging
 from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.errors import UserError, first_line, terminal
 from spmd_trainer.kernels.chips import BY_TOPOLOGY
 from spmd_trainer.planner import plan, plan_candidates, plan_page, plan_prediction, plan_report
-from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_candidates import Candidate, Try, setting
 from spmd_trainer.planner.plan_report import Outcome, Step
 from spmd_trainer.planner.plan_search import ERRORS, Search, of_program
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -46,21 +45,6 @@ _MOST_DOUBLINGS = 7
 _MOST_MESHES = 3
 # A rung that saves a smaller share of the bytes than this is undone.
 _LEAST_SAVING = 0.005
-
-
-@dataclasses.dataclass(frozen=True)
-class Try:
-    """A memory-saving change that the memory ladder may try next.
-
-    Attributes:
-      rung: name of the change, e.g. 'remat save_nothing'.
-      change: function that takes a candidate and returns it with the change added.
-      predicted: predicted bytes per chip with the change; None if there is no prediction.
-    """
-
-    rung: str
-    change: Callable[[Candidate], Candidate]
-    predicted: int | None = None
 
 
 def search(job: Job) -> None:
@@ -99,8 +83,6 @@ class MemoryLadder:
         self._job, self._search, self._store = job, found, store
         self._ends = 0.0
         self._traced: dict[Candidate, tuple[str, plan_prediction.Work]] = {}
-        # Bytes of the programs with several minibatches, as (rows that a device computes at a time, bytes).
-        self._by_rows: list[tuple[int, int]] = []
         # The changes that save memory, with the bytes before each.
         self._climbed: list[tuple[Try, int]] = []
         self.steps: list[Step] = []
@@ -165,8 +147,8 @@ class MemoryLadder:
             )
             lines.append(f"  {plan_report.run_flags(self._job, self.fitting.candidate)}")
             kind, needed = self._job.partitioner.mesh.devices.flat[0].device_kind, self.fitting.bytes or 0
-            if setting := plan.memory_setting(kind, needed, self._search.machine.chip.memory_bytes):
-                lines.append(f"  {setting}")
+            if flag := plan.memory_setting(kind, needed, self._search.machine.chip.memory_bytes):
+                lines.append(f"  {flag}")
         return "\n".join(lines) + "\n"
 
     # --- rungs -------------------------------------------------------------------------------------------------------
@@ -197,7 +179,7 @@ class MemoryLadder:
         """Yields changes of the optimizer state's dtype: to bfloat16 if predicted to fit, to 8 bits if bfloat16 doesn't fit."""
         dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
-            change = _setting(_OPT_STATE_DTYPE, dtype)
+            change = setting(_OPT_STATE_DTYPE, dtype)
             saved = self._state(at.candidate) - self._state(change(at.candidate))
             tries.append(Try(f"optimizer state in {dtype}", change, at.bytes_without(saved)))
         yield from self._first_that_fits(tries)
@@ -211,36 +193,23 @@ class MemoryLadder:
             why = host_states.why_at_once(learner, self._job.partitioner.layout.var_weight_hparams)
             logging.info("host memory for the optimizer state is not tried, because %s", why)
         else:
-            yield Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
+            yield Try("optimizer state in host memory", setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
 
     def _accumulation(self, at: Outcome) -> Iterator[Try]:
         """Yields the change that accumulates the minibatches' gradients in bfloat16, if they are accumulated in float32."""
         if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
-            # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
-            halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
-            saved = halves * plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
-            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
+            saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2  # half of the sums
+            yield Try("gradients added up in bfloat16", setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to 2, 4, 8, ... times as many minibatches, as long as this gives a device fewer rows per minibatch.
-
-        A line through the last two programs with several minibatches, bytes = a + b * (a device's rows per minibatch), predicts
-        the next program's bytes. Skips changes that are predicted not to fit, except for the last one.
-        """
+        """Yields changes to 2, 4, 8, ... times as many minibatches, as long as this gives a device fewer rows per minibatch."""
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
-        of_device = functools.partial(plan_prediction.rows_of_device, self._job)
-        if now > 1 and at.bytes:
-            self._by_rows.append((of_device(now), at.bytes))
-        numbers = [now * 2**n for n in range(1, _MOST_DOUBLINGS)]
-        numbers = [number for number in numbers if rows % number == 0 and of_device(number) < of_device(number // 2)]
-        for number in numbers:
-            predicted = _at_rows(self._by_rows, of_device(number))
-            if predicted is not None and predicted > self._search.memory and number != numbers[-1]:
-                continue
-            change = functools.partial(dataclasses.replace, minibatches=number)
-            yield Try(count_text(number, "minibatch", "minibatches"), change, predicted)
-            if (num_bytes := self.steps[-1].outcome.bytes) is not None:
-                self._by_rows.append((of_device(number), num_bytes))
+        numbers = [number for number in (now * 2**n for n in range(1, _MOST_DOUBLINGS)) if rows % number == 0]
+        tries = [
+            Try(count_text(n, "minibatch", "minibatches"), functools.partial(dataclasses.replace, minibatches=n))
+            for n in numbers
+        ]
+        yield from self._with_fewer_rows(at.candidate, at.bytes if now > 1 else None, tries)
 
     def _meshes(self, at: Outcome) -> Iterator[Try]:
         """Yields changes to meshes with the same axes, but less train state on each device, fastest predicted step first.
@@ -263,29 +232,47 @@ class MemoryLadder:
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
-        """Yields changes to 1/2, 1/4, 1/8, ... of the rows, with the experiment's own number of minibatches.
+        """Yields changes to 1/2, 1/4, 1/8, ... of the rows, as long as this gives a device fewer rows.
 
-        Yields nothing if the experiment's batch size can't be overridden. Skips changes that are predicted not to fit, except for
-        a single row. The prediction is that of `_minibatches` for minibatches of this size, minus the accumulated gradients.
+        The number of minibatches is the experiment's own. Yields nothing if the batch size can't be overridden.
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)
         except UserError:
             logging.info("fewer rows are not tried: train_datasets[0].batch_size is no number in the config")
             return
-        rows, own = self._job.num_rows, self._search.outcomes[0].candidate.minibatches
-        number, saved = self._job.partitioner.num_minibatches if own is None else own, 0
-        if self._by_rows:  # accumulated gradients, and what meshes have saved since
-            saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate))
-            saved += self._by_rows[-1][1] - (at.bytes or 0)
-        while rows := rows // 2:
-            whole = _at_rows(self._by_rows, plan_prediction.rows_of_device(self._job, number, rows))
-            predicted = None if whole is None else whole - saved
-            if predicted is None or predicted <= self._search.memory or rows == 1:
-                change = functools.partial(dataclasses.replace, rows=rows, minibatches=own)
-                yield Try(count_text(rows, "row"), change, predicted)
+        start = dataclasses.replace(at.candidate, minibatches=self._search.outcomes[0].candidate.minibatches)
+        numbers = [self._job.num_rows >> n for n in range(1, self._job.num_rows.bit_length())]
+        change = functools.partial(dataclasses.replace, minibatches=start.minibatches)
+        tries = [Try(count_text(n, "row"), functools.partial(change, rows=n)) for n in numbers]
+        yield from self._with_fewer_rows(start, at.bytes if start == at.candidate else None, tries)
 
     # --- how they are tried ------------------------------------------------------------------------------------------
+
+    def _with_fewer_rows(self, start: Candidate, num_bytes: int | None, tries: Sequence[Try]) -> Iterator[Try]:
+        """Yields the tries that give a device fewer rows per minibatch than all before them, with predictions by `_at_rows`.
+
+        Skips tries that are predicted not to fit, except for the last one. `num_bytes`: bytes of the program `start` if it
+        differs from the tries only in the number of rows.
+        """
+        rows, largest = self._rows_and_largest(start)
+        known, skipped = [(rows, num_bytes, largest)] if num_bytes else [], None
+        for tried in tries:
+            try:
+                few, largest = self._rows_and_largest(tried.change(start))
+            except ERRORS as error:
+                logging.info("%s: %s", tried.rung, first_line(error))
+                continue
+            if few < rows:
+                rows, predicted = few, _at_rows(known, few, largest)
+                skipped = dataclasses.replace(tried, predicted=predicted)
+                if predicted is None or predicted <= self._search.memory:
+                    yield skipped
+                    skipped = None
+                    if num_bytes := self.steps[-1].outcome.bytes:
+                        known.append((few, num_bytes, largest))
+        if skipped:
+            yield skipped
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the changes that are predicted to fit, in order, and last the change with the fewest predicted bytes.
@@ -348,6 +335,11 @@ class MemoryLadder:
             self._traced[candidate] = plan_prediction.traced(self._search.job_of(candidate))
         return self._traced[candidate]
 
+    def _rows_and_largest(self, candidate: Candidate) -> tuple[int, float]:
+        """Returns a device's rows per minibatch, and the bytes of the largest array in the train step's loops."""
+        _, work = self._trace(candidate)
+        return plan_prediction.rows_of_device(self._search.job_of(candidate)), work.largest_in_loops
+
     def _state(self, candidate: Candidate) -> int:
         return plan_prediction.state_bytes(self._search.job_of(candidate))[0]
 
@@ -384,17 +376,19 @@ class Corrections:
         return dataclasses.replace(tried, predicted=predicted + self._errors[nearest])
 
 
-def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
-    def change(at: Candidate) -> Candidate:
-        others = tuple(override for override in at.more if not override.startswith(f"{path}="))
-        return dataclasses.replace(at, more=(*others, f"{path}={value!r}"))
+def _at_rows(known: Sequence[tuple[int, int, float]], rows: int, largest: float) -> int | None:
+    """Predicts a program's bytes from a line through the last two programs of `known`; None if it has fewer.
 
-    return change
+    Also returns None if the largest array in the program's loops isn't on such a line. E.g. a block of the loss has the same
+    number of tokens in all programs whose minibatches are larger, and fewer in the others.
 
-
-def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """Predicts the bytes for `rows` rows from a line through the last two (rows, bytes) of `known`; None if it has fewer."""
+    Args:
+      known: (a device's rows per minibatch, bytes, bytes of the largest array in loops) of compiled programs.
+      rows, largest: the same for the program to predict.
+    """
     if len(known) < 2:
         return None
-    (many, large), (few, small) = known[-2:]
-    return int(small + (large - small) / (many - few) * (rows - few))
+    (many, most, large), (few, least, small) = known[-2:]
+    share = (rows - few) / (many - few)
+    on_line = math.isclose(largest, small + share * (large - small), rel_tol=_LEAST_SAVING)
+    return int(least + share * (most - least)) if on_line else None

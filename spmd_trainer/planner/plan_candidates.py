@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from praxis.layers import AutodiffCheckpointType
 
@@ -70,6 +70,31 @@ class Candidate:
         parts += [f"{self.rows} rows"] if self.rows else []
         parts += [override.rpartition(".")[2] for override in self.more]
         return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """A memory-saving change of a candidate that `--search=memory` may try next.
+
+    Attributes:
+      rung: name of the change, e.g. 'remat save_nothing'.
+      change: function that takes a candidate and returns it with the change added.
+      predicted: predicted bytes per chip with the change; None if there is no prediction.
+    """
+
+    rung: str
+    change: Callable[[Candidate], Candidate]
+    predicted: int | None = None
+
+
+def setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
+    """Returns a function that overrides the config field `path` of a candidate by a string, in place of an earlier override."""
+
+    def change(at: Candidate) -> Candidate:
+        others = tuple(override for override in at.more if not override.startswith(f"{path}="))
+        return dataclasses.replace(at, more=(*others, f"{path}={value!r}"))
+
+    return change
 
 
 def quoted(override: str) -> str:

@@ -109,6 +109,27 @@ def test_saved_bytes_are_those_that_live_together():
     assert saved(lambda x: outer(x).sum() + inner(x).sum()) == (5 + 3 + 3) * X.nbytes
 
 
+def test_the_largest_array_in_loops():
+    """What is outside of loops doesn't count; a device's part counts for all devices."""
+
+    def body(carry, _):
+        return carry, jnp.outer(carry, carry).sum()
+
+    def loop(x):
+        return jax.lax.scan(body, x, length=3)[1]
+
+    def largest(fn, *arrays):
+        return jaxpr_costs.largest_in_loops(jax.jit(fn).trace(*arrays).jaxpr.jaxpr)
+
+    x = jnp.zeros(16)
+    assert largest(loop, x) == 16 * 16 * 4
+    assert largest(lambda x: loop(x) + jnp.outer(jnp.tile(x, 8), x).sum(), x) == 16 * 16 * 4
+    assert largest(lambda x: jnp.outer(x, x), x) == 0
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    assert largest(jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), x) == 4 * 4 * 4 * 4
+
+
 @pytest.mark.parametrize(("last", "stored"), [(16, 128), (128, 128), (130, 256), (1, 1)])
 def test_saved_bytes_of_tpus_have_whole_lanes(last, stored):
     """Heads of 64 dimensions take the memory of 128. A last dimension of 1 is not stored last."""

@@ -16,6 +16,7 @@ from benchmarks import ladder_predictions
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import memory_ladder, plan, plan_mode, plan_prediction, plan_report, plan_search
+from spmd_trainer.planner.plan_candidates import Try
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step import optax_bridge
 from spmd_trainer.step.muon import Muon
@@ -24,6 +25,8 @@ from spmd_trainer.training.job import Job
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 
 STATE, GRADIENTS, ROWS = 100_000_000, 10_000_000, 256
+# A block of the loss has the tokens of this many of a device's rows, or of all if there are fewer.
+BLOCK_ROWS = 8
 ACTIVATIONS = {"save_everything": 64_000_000, "save_dot_only": 16_000_000, "save_nothing": 4_000_000}
 
 
@@ -37,6 +40,7 @@ class Chips:
       compiled: (policy, dtype of the optimizer state, minibatches, rows, mdl) of each program.
       has_host: True for chips with host memory.
       again: bytes of a layer's activations that are computed again, which no prediction knows.
+      logits: bytes of a whole block of the loss.
     """
 
     memory: int
@@ -44,6 +48,7 @@ class Chips:
     compiled: list
     has_host: bool = False
     again: int = 0
+    logits: int = 0
 
     def state(self, job: Job) -> int:
         """The model's own state is far smaller."""
@@ -52,6 +57,9 @@ class Chips:
         if self.has_host and learner.opt_state_memory_kind == "pinned_host":
             whole = STATE // 3
         return whole // job.partitioner.mesh_shape()["mdl"]
+
+    def block(self, job: Job) -> int:
+        return self.logits * min(plan_prediction.rows_of_device(job), BLOCK_ROWS) // BLOCK_ROWS
 
     def plan(self, job: Job):
         policy = str(job.task.model.lm_tpl.checkpoint_policy)
@@ -62,7 +70,7 @@ class Chips:
         if job.task.train.gradient_accumulation_dtype == "bfloat16":
             accumulated //= 2
         total = self.state(job) + accumulated + self.activations[policy] * job.num_rows // ROWS // number
-        total += self.again * (policy != "save_everything")
+        total += self.block(job) + self.again * (policy != "save_everything")
         return types.SimpleNamespace(**{**vars(fake_plan(job)), "total": total, "fits": total <= self.memory})
 
 
@@ -94,7 +102,8 @@ def _work(chips, job):
     policy, order = str(job.task.model.lm_tpl.checkpoint_policy), list(chips.activations)
     stacked = chips.activations[policy] * job.partitioner.mesh.size
     costs = plan_prediction.DotCosts(flops=3.0 + order.index(policy))
-    return plan_prediction.Work(costs, plan_prediction.DotCosts(flops=1.0), saved_bytes=float(stacked))
+    forward = plan_prediction.DotCosts(flops=1.0)
+    return plan_prediction.Work(costs, forward, saved_bytes=float(stacked), largest_in_loops=float(chips.block(job)))
 
 
 def climb(job, budget=1000.0):
@@ -141,7 +150,7 @@ def test_what_one_policy_computes_again_is_added_to_the_predictions_of_others(tm
 
 def test_the_nearest_compiled_program_corrects_a_prediction():
     def tried(predicted):
-        return memory_ladder.Try("remat", lambda at: at, predicted)
+        return Try("remat", lambda at: at, predicted)
 
     corrections = memory_ladder.Corrections()
     assert corrections.of(tried(100)).predicted == 100
@@ -196,6 +205,18 @@ def test_minibatches_are_predicted_from_two_numbers(tmp_path, chips):
     assert sorted({*numbers}) == [1, 2, 4, wanted]  # none in between
     last = next(step for step in ladder.steps if step.outcome is ladder.fitting)
     assert last.predicted == pytest.approx(last.outcome.bytes, rel=0.001)
+
+
+def test_minibatches_below_a_block_of_the_loss_are_predicted_from_such_minibatches(tmp_path, chips):
+    """A line through larger ones would say that 32 minibatches, of one row on a device, need the whole block."""
+    found = chips(memory=STATE // 2 + 13_000_000, activations=dict.fromkeys(ACTIVATIONS, 1_000_000))
+    found.logits = 20_000_000
+    ladder = climb(job_with(tmp_path))
+    numbers = {step.outcome.candidate.minibatches: step for step in ladder.steps}
+    assert [number for number in numbers if number] == [2, 4, 8, 32]
+    assert numbers[8].predicted is None
+    assert numbers[32].predicted == pytest.approx(numbers[32].outcome.bytes, rel=0.001)
+    assert ladder.fitting is numbers[32].outcome
 
 
 @pytest.mark.parametrize("by_muon", [False, True])
@@ -274,6 +295,10 @@ def test_fewer_rows_are_the_nearest_where_nothing_fits(tmp_path, chips):
     rows = ladder.fitting.candidate.rows
     assert rows < job.num_rows
     assert ladder.fitting.bytes <= 22_000_000
+    predictions = [step for step in ladder.steps if step.outcome.candidate.rows and step.predicted]
+    assert predictions, "the last is predicted from the two before it, on the same mesh"
+    for step in predictions:
+        assert step.predicted == pytest.approx(step.outcome.bytes, rel=0.001)
     assert_names(ladder.text(), count_text(rows, "row"), "global_batch_size", "nothing fits")
     smallest = min(step.outcome.bytes for step in ladder.steps if step.outcome.candidate.rows is None)
     for name, other in (("h200", "NVIDIA H200"), ("v5e", "TPU v5 lite")):
