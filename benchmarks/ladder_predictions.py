@@ -2,11 +2,12 @@
 
     python -m benchmarks.ladder_predictions [--topology h100:1x8 ...] [--models Dense ...]
 
-For each model and mesh, every rung of the ladder is compiled, as if no program fitted: each rematerialisation policy, both dtypes
-of the optimizer state, host memory, minibatches, bfloat16 sums of their gradients, three meshes, and fewer rows. Rungs without a
-prediction (host memory, meshes, and the numbers of minibatches from which the others are predicted) aren't judged. The exit
-status is 1 if a prediction is more than 5% off. A program takes 10 to 60 s on one core; topologies of TPUs need the `tpu` extra,
-those of GPUs `cuda12` or `cuda13`.
+For each model and mesh, all rungs of the ladder are compiled, as if no program fitted: each rematerialisation policy, both
+dtypes of the optimizer state, host memory, minibatches, bfloat16 sums of their gradients, three meshes, and fewer rows. If
+several numbers of minibatches or rows have a prediction, only the last is compiled. Rungs without a prediction (host memory,
+meshes, and the numbers of minibatches and rows from which the others are predicted) aren't judged. The exit status is 1 if a
+prediction is more than 5% off. A program takes 10 to 60 s on one core; topologies of TPUs need the `tpu` extra, those of GPUs
+`cuda12` or `cuda13`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class EveryProgram(plan_search.Search):
 
     @property
     def memory(self) -> int:
-        """No bytes, so that no rung is passed over."""
+        """No bytes, so that nothing fits."""
         return 0
 
     def compile(self, outcome: Outcome) -> None:

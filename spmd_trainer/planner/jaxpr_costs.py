@@ -83,23 +83,22 @@ def saved_bytes(jaxpr: core.Jaxpr, lanes: int = 1) -> float:
     return own + inside
 
 
-def largest_in_loops(jaxpr: core.Jaxpr, *, is_in_loop: bool = False) -> float:
-    """Returns the bytes of the largest array that the body of a loop (a `scan`) computes, on all devices; 0.0 without loops.
+def bytes_in_loops(jaxpr: core.Jaxpr, *, is_in_loop: bool = False) -> float:
+    """Returns the bytes of all arrays that the bodies of loops (`scan`) compute, each counted once, on all devices.
 
     Args:
       jaxpr: as for `dot_costs`.
       is_in_loop: True if the function is called in a loop's body.
     """
-    largest = 0.0
+    total = 0.0
     for equation in jaxpr.eqns:
-        is_loop = equation.primitive.name == "scan"
-        inner = [largest_in_loops(sub, is_in_loop=is_in_loop or is_loop) for sub in _inside(equation)]
-        if inner:
-            largest = max(largest, max(inner) * _parts(equation))
-        elif is_in_loop:
-            arrays = [variable.aval for variable in equation.outvars]
-            largest = max([largest, *(_bytes([array]) for array in arrays if hasattr(array, "shape"))])
-    return largest
+        is_loop, is_kernel = (equation.primitive.name == name for name in ("scan", "pallas_call"))
+        inner = [] if is_kernel else list(_inside(equation))
+        if is_in_loop and (is_loop or not inner):  # what a call returns is counted inside it
+            total += _bytes([variable.aval for variable in equation.outvars if hasattr(variable.aval, "shape")])
+        inside = sum(bytes_in_loops(sub, is_in_loop=is_in_loop or is_loop) for sub in inner)
+        total += inside * _parts(equation)
+    return total
 
 
 def _of_dot(equation: core.JaxprEqn) -> DotCosts:

@@ -6,9 +6,9 @@ after another, each on top of the earlier ones, until a program fits. A rung tha
 rungs that turn out not to be needed are undone too. If no program fits, the ladder tries fewer rows (examples in the global
 batch), and names chips with enough memory.
 
-Most rungs need only one compilation, because a rung's policy, dtype or number of minibatches is chosen by predicted bytes. For
-the prediction, a policy changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and
-minibatches divide the bytes that depend on the number of rows. The printed table has predicted and compiled bytes.
+Most rungs need only one compilation, because a rung's policy or dtype is chosen by predicted bytes: a policy changes the bytes of
+the activations that loops stack, a dtype changes the bytes of the state. Numbers of minibatches or rows are predicted from two
+that were compiled. The printed table has predicted and compiled bytes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ _MOST_DOUBLINGS = 7
 _MOST_MESHES = 3
 # A rung that saves a smaller share of the bytes than this is undone.
 _LEAST_SAVING = 0.005
+# Bytes by which the arrays in loops may miss the line of a prediction, as a share of it. Few of them are in memory together.
+_MOST_OFF_LINE = 0.05
 
 
 def search(job: Job) -> None:
@@ -249,30 +251,57 @@ class MemoryLadder:
 
     # --- how they are tried ------------------------------------------------------------------------------------------
 
-    def _with_fewer_rows(self, start: Candidate, num_bytes: int | None, tries: Sequence[Try]) -> Iterator[Try]:
+    def _with_fewer_rows(self, start: Candidate, of_start: int | None, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the tries that give a device fewer rows per minibatch than all before them, with predictions by `_at_rows`.
 
-        Skips tries that are predicted not to fit, except for the last one. `num_bytes`: bytes of the program `start` if it
-        differs from the tries only in the number of rows.
+        Skips tries that are predicted not to fit, except for the last one.
+
+        Args:
+          start: the candidate that the tries change.
+          of_start: its bytes; None if they are unknown, or if `start` lacks the loop over minibatches that the tries have.
+          tries: changes of the number of minibatches or rows.
         """
-        rows, largest = self._rows_and_largest(start)
-        known, skipped = [(rows, num_bytes, largest)] if num_bytes else [], None
+        job, own = self._search.job_of(start), self._job.partitioner.num_minibatches
+        rows, last = plan_prediction.rows_of_device(job, start.minibatches or own), None
+        known = [(rows, of_start, start)] if of_start else []
         for tried in tries:
-            try:
-                few, largest = self._rows_and_largest(tried.change(start))
-            except ERRORS as error:
-                logging.info("%s: %s", tried.rung, first_line(error))
+            candidate = tried.change(start)
+            few = plan_prediction.rows_of_device(job, candidate.minibatches or own, candidate.rows)
+            if few >= rows:
                 continue
-            if few < rows:
-                rows, predicted = few, _at_rows(known, few, largest)
-                skipped = dataclasses.replace(tried, predicted=predicted)
-                if predicted is None or predicted <= self._search.memory:
-                    yield skipped
-                    skipped = None
-                    if num_bytes := self.steps[-1].outcome.bytes:
-                        known.append((few, num_bytes, largest))
-        if skipped:
-            yield skipped
+            if time.monotonic() > self._ends:
+                return
+            rows, predicted = few, self._at_rows(known, few, candidate)
+            last = dataclasses.replace(tried, predicted=predicted)
+            if predicted is None or predicted <= self._search.memory:
+                yield last
+                last = None
+                if num_bytes := self.steps[-1].outcome.bytes:
+                    known.append((few, num_bytes, candidate))
+        if last:
+            yield last
+
+    def _at_rows(self, known: Sequence[tuple[int, int, Candidate]], rows: int, candidate: Candidate) -> int | None:
+        """Predicts a candidate's bytes from a line through the last two of `known`; None if it has fewer.
+
+        Also returns None if the traced steps show that there is no such line. E.g. a block of the loss has the same number of
+        tokens in all programs whose minibatches are larger, and fewer in the others.
+
+        Args:
+          known: (a device's rows per minibatch, bytes, candidate) of compiled programs.
+          rows, candidate: the same for the program to predict.
+        """
+        if len(known) < 2:
+            return None
+        (many, most, larger), (few, least, smaller) = known[-2:]
+        share = (rows - few) / (many - few)
+        predicted = least + share * (most - least)
+        try:
+            of_larger, of_smaller, own = (self._trace(one)[1].bytes_in_loops for one in (larger, smaller, candidate))
+        except ERRORS:  # `_compile` says why
+            return None
+        off_line = abs(of_smaller + share * (of_larger - of_smaller) - own) / self._job.partitioner.mesh.size
+        return int(predicted) if off_line <= _MOST_OFF_LINE * predicted else None
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the changes that are predicted to fit, in order, and last the change with the fewest predicted bytes.
@@ -335,11 +364,6 @@ class MemoryLadder:
             self._traced[candidate] = plan_prediction.traced(self._search.job_of(candidate))
         return self._traced[candidate]
 
-    def _rows_and_largest(self, candidate: Candidate) -> tuple[int, float]:
-        """Returns a device's rows per minibatch, and the bytes of the largest array in the train step's loops."""
-        _, work = self._trace(candidate)
-        return plan_prediction.rows_of_device(self._search.job_of(candidate)), work.largest_in_loops
-
     def _state(self, candidate: Candidate) -> int:
         return plan_prediction.state_bytes(self._search.job_of(candidate))[0]
 
@@ -374,21 +398,3 @@ class Corrections:
             return tried
         nearest = min(self._errors, key=lambda known: abs(known - predicted))
         return dataclasses.replace(tried, predicted=predicted + self._errors[nearest])
-
-
-def _at_rows(known: Sequence[tuple[int, int, float]], rows: int, largest: float) -> int | None:
-    """Predicts a program's bytes from a line through the last two programs of `known`; None if it has fewer.
-
-    Also returns None if the largest array in the program's loops isn't on such a line. E.g. a block of the loss has the same
-    number of tokens in all programs whose minibatches are larger, and fewer in the others.
-
-    Args:
-      known: (a device's rows per minibatch, bytes, bytes of the largest array in loops) of compiled programs.
-      rows, largest: the same for the program to predict.
-    """
-    if len(known) < 2:
-        return None
-    (many, most, large), (few, least, small) = known[-2:]
-    share = (rows - few) / (many - few)
-    on_line = math.isclose(largest, small + share * (large - small), rel_tol=_LEAST_SAVING)
-    return int(least + share * (most - least)) if on_line else None

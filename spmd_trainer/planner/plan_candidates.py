@@ -1,4 +1,7 @@
-"""The candidates that `--mode=plan` searches: meshes, rematerialization policies, numbers of minibatches and batch sizes."""
+"""The candidates that `--mode=plan` searches: meshes, rematerialization policies, numbers of minibatches and batch sizes.
+
+`Try` is a change of a candidate that `--search=memory` may make.
+"""
 
 from __future__ import annotations
 

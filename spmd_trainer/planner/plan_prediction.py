@@ -71,13 +71,13 @@ class Work:
       step: costs of the train step's matrix products.
       forward: costs of the matrix products of the forward pass alone.
       saved_bytes: bytes of the activations that the step's loops save; see `jaxpr_costs.saved_bytes`.
-      largest_in_loops: bytes of the largest array in the step's loops; see `jaxpr_costs.largest_in_loops`.
+      bytes_in_loops: bytes of the arrays that the bodies of the step's loops compute; see `jaxpr_costs.bytes_in_loops`.
     """
 
     step: DotCosts
     forward: DotCosts
     saved_bytes: float = 0.0
-    largest_in_loops: float = 0.0
+    bytes_in_loops: float = 0.0
 
     @property
     def passes(self) -> float:
@@ -165,10 +165,10 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
     return max(products, (2 * whole - _variable_bytes(job, frozen=True)) / machine.memory)
 
 
-def rows_of_device(job: Job, minibatches: int | None = None) -> int:
-    """Returns the number of a minibatch's rows on a device, with padding. `minibatches`: None for the job's own number."""
+def rows_of_device(job: Job, minibatches: int, rows: int | None = None) -> int:
+    """Returns the number of a minibatch's rows on a device, with padding. `rows`: rows in the global batch; None: the job's."""
     parts = _size(job.partitioner.mesh_shape(), _batch_axes(job)[0])
-    return -(-job.num_rows // ((minibatches or job.partitioner.num_minibatches) * parts))
+    return -(-(job.num_rows if rows is None else rows) // (minibatches * parts))
 
 
 def trained_bytes(job: Job) -> int:
@@ -319,7 +319,7 @@ def traced(job: Job) -> tuple[str, Work]:
         jaxpr_costs.dot_costs(computed),
         jaxpr_costs.dot_costs(live(forward).jaxpr),
         jaxpr_costs.saved_bytes(computed, lanes),
-        jaxpr_costs.largest_in_loops(computed),
+        jaxpr_costs.bytes_in_loops(computed),
     )
     return _POLICY.sub("", str(step)), work
 

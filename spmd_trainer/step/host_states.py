@@ -4,7 +4,11 @@ First the step updates repeated (stacked) variables in a loop, one layer at a ti
 enforces this order: the compiler's scheduler starts copies as early as it can, and without a loop it would start all of them
 before the first update. So a device never holds more states than those of one layer, or of all variables outside repeated layers.
 
-The optimizer gets the same arrays as if its states stayed on the devices, so the results are the same.
+Large states in 8 bits are updated in the same loop, wherever they are. Decoding and encoding them takes several float32 arrays of
+a variable's size, and the loop needs them for one layer at a time.
+
+The optimizer gets the same arrays as if it updated all layers together, with its states on the devices, so the results are the
+same.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
     from spmd_trainer.step.learner import Learner
     from spmd_trainer.tasks_lib import SingleTask
 
+# States in 8 bits are updated layer by layer if a layer of one has this many elements. A loop takes time, and saves little memory
+# for smaller ones.
+_LARGE_LAYER = 2**22
 DEVICE, PINNED_HOST = "device", "pinned_host"
 MEMORY_KINDS = (DEVICE, PINNED_HOST)
 # A lowered program's name for a move between memories; a compiled program's line that makes a host buffer (memory space 5).
@@ -176,7 +183,7 @@ class _Kept:
 def update(
     learner: Learner, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """Runs the optimizer on a stored state (`opt_state_dtypes.stored`); states in host memory are updated layer by layer.
+    """Runs the optimizer on a stored state (`opt_state_dtypes.stored`). See the module for what is updated layer by layer.
 
     Args:
       learner: the learner.
@@ -214,11 +221,11 @@ def update(
 
 
 def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
-    """Returns the groups of repeated layers that have states in host memory, as {key in `states`: mask}. The mask is a tree of
+    """Returns the groups of repeated layers that are updated layer by layer, as {key in `states`: mask}. The mask is a tree of
     bools, True for variables outside the group."""
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
-    if not any(map(is_host_part, jax.tree.leaves(states, is_leaf=is_host_part))):
+    if not _needs_loop(states):
         return {}
     stackings = {_stacking(p) for p in jax.tree.leaves(hparams)}
     found = {}
@@ -230,9 +237,20 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
             learner.raw_grad_tx(hparams), _without(hparams, others), learner.repeat_prefix_sep
         )
         (key,) = set(jax.eval_shape(tx.init, _without(mdl_vars, others))) - {opt_vec.NO_PREFIX_KEY}
-        if any(map(is_host_part, jax.tree.leaves(states[key], is_leaf=is_host_part))):
+        if _needs_loop(states[key]):
             found[key] = others
     return found
+
+
+def _needs_loop(states: PyTree) -> bool:
+    """Returns True if a part of `states`, whose arrays stack layers in dimension 0, is in host memory, or large and in 8 bits."""
+
+    def is_one(x: Any) -> bool:
+        if isinstance(x, opt_state_dtypes.Bytes) and not is_host_part(x.codes_8bit):
+            return math.prod(x.codes_8bit.shape[1:]) >= _LARGE_LAYER
+        return is_host_part(x)
+
+    return any(map(is_one, jax.tree.leaves(states, is_leaf=is_one)))
 
 
 def _without(tree: PyTree, others: PyTree) -> PyTree:

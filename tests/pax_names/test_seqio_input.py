@@ -194,6 +194,28 @@ def test_configs_for_the_tasks_of_a_mixture():
 
 
 @pytest.mark.parametrize(
+    ("metric_type", "flags", "wanted"),
+    [
+        ("SCORE", [], {"inputs": 8, "targets": 4}),
+        ("SCORE", ["eval_metrics_retain_task_features"], {"inputs": 8, "targets": 4, "notes": 2}),
+        ("PREDICT", ["eval_metrics_retain_task_features"], {"inputs": 8, "targets": 1}),
+        ("PREDICT", ["pass_entire_feature_lengths"], {"inputs": 8, "targets": 1, "notes": 2}),
+    ],
+)
+def test_lengths_of_further_features_are_kept_if_asked(metric_type, flags, wanted):
+    (config,) = seqio_input.get_eval_hparams_for_seqio(
+        NAME,
+        4,
+        {"inputs": 8, "targets": 4, "notes": 2},
+        1,
+        seqio_input.MetricType[metric_type],
+        require_metric_fns=False,
+        **dict.fromkeys(flags, True),
+    )
+    assert config.task_feature_lengths == wanted
+
+
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"mixture_name": None}, "either mixture_name or mixture_or_task"),

@@ -109,25 +109,27 @@ def test_saved_bytes_are_those_that_live_together():
     assert saved(lambda x: outer(x).sum() + inner(x).sum()) == (5 + 3 + 3) * X.nbytes
 
 
-def test_the_largest_array_in_loops():
+def test_bytes_in_loops_are_those_of_all_arrays_that_a_body_computes():
     """What is outside of loops doesn't count; a device's part counts for all devices."""
-
-    def body(carry, _):
-        return carry, jnp.outer(carry, carry).sum()
+    x = jnp.zeros(16)
+    outer, number = 16 * 16 * 4, 4
 
     def loop(x):
-        return jax.lax.scan(body, x, length=3)[1]
+        return jax.lax.scan(lambda carry, _: (carry, jnp.sum(carry[:, None] + carry)), x, length=3)[1]
 
-    def largest(fn, *arrays):
-        return jaxpr_costs.largest_in_loops(jax.jit(fn).trace(*arrays).jaxpr.jaxpr)
+    def counted(fn):
+        return jaxpr_costs.bytes_in_loops(jax.jit(fn).trace(x).jaxpr.jaxpr)
 
-    x = jnp.zeros(16)
-    assert largest(loop, x) == 16 * 16 * 4
-    assert largest(lambda x: loop(x) + jnp.outer(jnp.tile(x, 8), x).sum(), x) == 16 * 16 * 4
-    assert largest(lambda x: jnp.outer(x, x), x) == 0
+    columns = x.nbytes  # [16, 1] and [1, 16] are computed too
+    assert counted(loop) == 2 * columns + outer + number
+    assert counted(lambda x: loop(x) + jnp.sum(x[:, None] + x)) == counted(loop)
+    assert counted(lambda x: x[:, None] + x) == 0
+    stacked = counted(lambda x: jax.lax.scan(lambda carry, _: (carry, loop(carry)), x, length=5)[1])
+    assert stacked == counted(loop) + 3 * number  # what the inner loop stacks
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
-    assert largest(jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), x) == 4 * 4 * 4 * 4
+    sharded = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert counted(sharded) == 4 * (2 * columns / 4 + outer / 16 + number)
 
 
 @pytest.mark.parametrize(("last", "stored"), [(16, 128), (128, 128), (130, 256), (1, 1)])

@@ -59,7 +59,11 @@ class Chips:
         return whole // job.partitioner.mesh_shape()["mdl"]
 
     def block(self, job: Job) -> int:
-        return self.logits * min(plan_prediction.rows_of_device(job), BLOCK_ROWS) // BLOCK_ROWS
+        return (
+            self.logits
+            * min(plan_prediction.rows_of_device(job, job.partitioner.num_minibatches), BLOCK_ROWS)
+            // BLOCK_ROWS
+        )
 
     def plan(self, job: Job):
         policy = str(job.task.model.lm_tpl.checkpoint_policy)
@@ -103,7 +107,7 @@ def _work(chips, job):
     stacked = chips.activations[policy] * job.partitioner.mesh.size
     costs = plan_prediction.DotCosts(flops=3.0 + order.index(policy))
     forward = plan_prediction.DotCosts(flops=1.0)
-    return plan_prediction.Work(costs, forward, saved_bytes=float(stacked), largest_in_loops=float(chips.block(job)))
+    return plan_prediction.Work(costs, forward, saved_bytes=float(stacked), bytes_in_loops=float(8 * chips.block(job)))
 
 
 def climb(job, budget=1000.0):
@@ -112,10 +116,10 @@ def climb(job, budget=1000.0):
     return ladder
 
 
-def job_with(tmp_path, policy="save_everything", mesh=(("replica", 1), ("data", 8), ("mdl", 1)), **settings):
-    rows = f"train_datasets[0].batch_size.global_batch_size={ROWS}"
+def job_with(tmp_path, policy="save_everything", mesh=(("replica", 1), ("data", 8), ("mdl", 1)), rows=ROWS, **settings):
+    batch = f"train_datasets[0].batch_size.global_batch_size={rows}"
     return make_job(
-        tmp_path, overrides=[f"task.model.lm_tpl.checkpoint_policy={policy!r}", rows], mesh=mesh, **settings
+        tmp_path, overrides=[f"task.model.lm_tpl.checkpoint_policy={policy!r}", batch], mesh=mesh, **settings
     )
 
 
@@ -313,6 +317,25 @@ def test_where_nothing_at_all_fits_it_is_an_error(tmp_path, chips):
     with raises_naming(UserError, "nothing fits", "as it is"):
         plan_mode.search(dataclasses.replace(job, config=config))
     assert (tmp_path / "plan.html").exists()
+
+
+def test_nothing_is_fewer_than_one_row_on_a_device(tmp_path, chips):
+    found = chips(memory=1000, activations={"save_nothing": 8_000_000})
+    ladder = climb(job_with(tmp_path, "save_nothing", rows=8))
+    assert {(number, rows) for _, _, number, rows, mdl in found.compiled if mdl == 1} == {(1, 8)}
+    assert ladder.fitting is None
+
+
+@pytest.mark.full
+def test_an_experiments_own_minibatches_are_multiplied_and_stay_with_fewer_rows(tmp_path, chips):
+    found = chips(memory=1000, activations={"save_nothing": 80_000_000})
+    climb(job_with(tmp_path, "save_nothing", num_minibatches=2))
+    on_mesh = [(number, rows) for _, _, number, rows, mdl in found.compiled if mdl == 1]
+    # Of the predicted numbers, none of which fits, only the last is compiled.
+    assert list(dict.fromkeys(number for number, rows in on_mesh if rows == ROWS)) == [2, 4, 32]
+    fewer = [(number, rows) for _, _, number, rows, _ in found.compiled if rows < ROWS]
+    assert {number for number, _ in fewer} == {2}
+    assert [rows for _, rows in fewer] == [ROWS // 2, ROWS // 4, 2]
 
 
 def test_the_budget_ends_the_climb(tmp_path, chips):

@@ -78,8 +78,8 @@ def get_eval_hparams_for_seqio(
     # Rows to predict hold the token that ends the row, and no other target.
     short = {"targets": 1} if metric_type is MetricType.PREDICT else {}
     keep_all = pass_entire_feature_lengths or (eval_metrics_retain_task_features and not short)
-    kept = feature_lengths if keep_all else ("inputs", "targets")
-    lengths = {name: feature_lengths[name] for name in kept} | short
+    others = feature_lengths if keep_all else {}
+    lengths = {name: feature_lengths[name] for name in ("inputs", "targets")} | dict(others) | short
     configs = []
     for task in seqio.get_subtasks(whole):
         split = select_split(task.name, split_name)
