@@ -84,7 +84,9 @@ def saved_bytes(jaxpr: core.Jaxpr, lanes: int = 1) -> float:
 
 
 def bytes_in_loops(jaxpr: core.Jaxpr, *, is_in_loop: bool = False) -> float:
-    """Returns the bytes of all arrays that the bodies of loops (`scan`) compute, each counted once, on all devices.
+    """Returns the bytes of all arrays that the bodies of loops (`scan`) compute, on all devices.
+
+    An array counts once, whatever the number of iterations; the result of a function that the body calls counts for the call too.
 
     Args:
       jaxpr: as for `dot_costs`.
@@ -93,11 +95,10 @@ def bytes_in_loops(jaxpr: core.Jaxpr, *, is_in_loop: bool = False) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         is_loop, is_kernel = (equation.primitive.name == name for name in ("scan", "pallas_call"))
-        inner = [] if is_kernel else list(_inside(equation))
-        if is_in_loop and (is_loop or not inner):  # what a call returns is counted inside it
+        if is_in_loop:
             total += _bytes([variable.aval for variable in equation.outvars if hasattr(variable.aval, "shape")])
-        inside = sum(bytes_in_loops(sub, is_in_loop=is_in_loop or is_loop) for sub in inner)
-        total += inside * _parts(equation)
+        inner = [] if is_kernel else _inside(equation)
+        total += sum(bytes_in_loops(sub, is_in_loop=is_in_loop or is_loop) for sub in inner) * _parts(equation)
     return total
 
 

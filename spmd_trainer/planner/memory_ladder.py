@@ -254,12 +254,8 @@ class MemoryLadder:
     def _with_fewer_rows(self, start: Candidate, of_start: int | None, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the tries that give a device fewer rows per minibatch than all before them, with predictions by `_at_rows`.
 
-        Skips tries that are predicted not to fit, except for the last one.
-
-        Args:
-          start: the candidate that the tries change.
-          of_start: its bytes; None if they are unknown, or if `start` lacks the loop over minibatches that the tries have.
-          tries: changes of the number of minibatches or rows.
+        Skips tries that are predicted not to fit, except for the last one. `of_start`: bytes of the candidate `start`; None if
+        they are unknown, or if it lacks the loop over minibatches that the tries have.
         """
         job, own = self._search.job_of(start), self._job.partitioner.num_minibatches
         rows, last = plan_prediction.rows_of_device(job, start.minibatches or own), None
@@ -271,13 +267,15 @@ class MemoryLadder:
                 continue
             if time.monotonic() > self._ends:
                 return
-            rows, predicted = few, self._at_rows(known, few, candidate)
+            predicted = self._at_rows(known, few, candidate)
             last = dataclasses.replace(tried, predicted=predicted)
             if predicted is None or predicted <= self._search.memory:
                 yield last
                 last = None
-                if num_bytes := self.steps[-1].outcome.bytes:
-                    known.append((few, num_bytes, candidate))
+                if not (num_bytes := self.steps[-1].outcome.bytes):
+                    continue  # e.g. the minibatches don't divide the rows
+                known.append((few, num_bytes, candidate))
+            rows = few
         if last:
             yield last
 

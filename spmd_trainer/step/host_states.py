@@ -7,8 +7,8 @@ before the first update. So a device never holds more states than those of one l
 Large states in 8 bits are updated in the same loop, wherever they are. Decoding and encoding them takes several float32 arrays of
 a variable's size, and the loop needs them for one layer at a time.
 
-The optimizer gets the same arrays as if it updated all layers together, with its states on the devices, so the results are the
-same.
+The optimizer gets the same arrays as if it updated all layers together, with its states on the devices. So the results are the
+same, but for the last bit: the compiler may join products and sums in a loop and not outside, or the other way round.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from spmd_trainer.step.learner import Learner
     from spmd_trainer.tasks_lib import SingleTask
 
-# States in 8 bits are updated layer by layer if a layer of one has this many elements. A loop takes time, and saves little memory
-# for smaller ones.
-_LARGE_LAYER = 2**22
+# States in 8 bits are updated layer by layer if a layer of one has this many elements for each device of the mesh. A loop takes
+# time, and saves little memory for smaller ones.
+_LARGE_LAYER = 2**20
 DEVICE, PINNED_HOST = "device", "pinned_host"
 MEMORY_KINDS = (DEVICE, PINNED_HOST)
 # A lowered program's name for a move between memories; a compiled program's line that makes a host buffer (memory space 5).
@@ -243,14 +243,22 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
 
 
 def _needs_loop(states: PyTree) -> bool:
-    """Returns True if a part of `states`, whose arrays stack layers in dimension 0, is in host memory, or large and in 8 bits."""
+    """Returns True if a part of an optimizer state is in host memory, or if it is large and in 8 bits. Layers are dimension 0.
 
-    def is_one(x: Any) -> bool:
-        if isinstance(x, opt_state_dtypes.Bytes) and not is_host_part(x.codes_8bit):
-            return math.prod(x.codes_8bit.shape[1:]) >= _LARGE_LAYER
-        return is_host_part(x)
-
-    return any(map(is_one, jax.tree.leaves(states, is_leaf=is_one)))
+    Returns False if a part in 8 bits has one number per layer: the scale of its row is that of all layers.
+    """
+    found = False
+    devices = max(1, jax.sharding.get_abstract_mesh().size)
+    for x in jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, opt_state_dtypes.Bytes) or is_host_part(x)):
+        if not isinstance(x, opt_state_dtypes.Bytes):
+            found |= is_host_part(x)
+            continue
+        codes = x.codes_8bit
+        shape = codes.array.shape if is_host_part(codes) else codes.shape
+        if len(shape) == 1:
+            return False
+        found |= is_host_part(codes) or math.prod(shape[1:]) >= _LARGE_LAYER * devices
+    return found
 
 
 def _without(tree: PyTree, others: PyTree) -> PyTree:
@@ -259,8 +267,11 @@ def _without(tree: PyTree, others: PyTree) -> PyTree:
 
 
 def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
-    entries = (p.repeat_prefix, p.repeat_prefix_split_dims_mapping, p.repeat_optimizer_dims_mapping)
-    return tuple(tuple(entry or ()) for entry in entries)
+    """Returns what praxis groups variables by: (sizes, mesh axes, mesh axes of the optimizer state) of the stack dimensions."""
+    sizes = tuple(p.repeat_prefix or ())
+    axes = tuple(p.repeat_prefix_split_dims_mapping or [-1] * len(sizes))
+    of_states = tuple(p.repeat_optimizer_dims_mapping or ())
+    return sizes, axes, of_states if any(axis != -1 for axis in of_states) else ()
 
 
 def _in_a_loop(stacking: tuple[Any, ...]) -> bool:

@@ -15,7 +15,15 @@ from praxis.pax_fiddle import Config
 from benchmarks import ladder_predictions
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import memory_ladder, plan, plan_mode, plan_prediction, plan_report, plan_search
+from spmd_trainer.planner import (
+    memory_ladder,
+    plan,
+    plan_candidates,
+    plan_mode,
+    plan_prediction,
+    plan_report,
+    plan_search,
+)
 from spmd_trainer.planner.plan_candidates import Try
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step import optax_bridge
@@ -336,6 +344,17 @@ def test_an_experiments_own_minibatches_are_multiplied_and_stay_with_fewer_rows(
     fewer = [(number, rows) for _, _, number, rows, _ in found.compiled if rows < ROWS]
     assert {number for number, _ in fewer} == {2}
     assert [rows for _, rows in fewer] == [ROWS // 2, ROWS // 4, 2]
+
+
+@pytest.mark.full
+def test_rows_that_minibatches_do_not_divide_do_not_hide_others(tmp_path, chips, monkeypatch):
+    """13 rows are one on each of 8 devices, as 6 are, but 2 minibatches don't divide them."""
+    monkeypatch.setattr(plan_candidates, "meshes", lambda *mesh: [])
+    of_6_rows = 80_000_000 * 6 // ROWS // 2
+    chips(memory=STATE // 2 + GRADIENTS + of_6_rows, activations={"save_nothing": 80_000_000})
+    ladder = climb(job_with(tmp_path, "save_nothing", rows=26, num_minibatches=2))
+    assert ladder.fitting is not None
+    assert ladder.fitting.candidate.rows == 6
 
 
 def test_the_budget_ends_the_climb(tmp_path, chips):

@@ -40,6 +40,7 @@ NO_JOINED_PRODUCTS = "--xla_cpu_max_isa=AVX"
 EXACT = NO_JOINED_PRODUCTS in os.environ.get("XLA_FLAGS", "")
 # Dimension 0 of "layers" is that of repeated layers; the mesh (x=2, y=4) divides none of the others.
 SHAPES = {"layers": (3, 65, 67), "head": (101, 63), "scale": (3, 5)}
+MOMENTS = "/(m|v)/"
 SPECS = {"layers": P(None, "x", "y"), "head": P("y", "x"), "scale": P()}
 
 
@@ -51,8 +52,8 @@ def assert_same(x, y, name=""):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def stacked(*shape):
-    return base_layer.WeightHParams(list(shape), repeat_prefix=[3], repeat_prefix_split_dims_mapping=[-1])
+def stacked(*shape, layers=3):
+    return base_layer.WeightHParams(list(shape), repeat_prefix=[layers], repeat_prefix_split_dims_mapping=[-1])
 
 
 def state_records(state, mesh, in_host_memory):
@@ -113,15 +114,13 @@ def test_an_update_from_host_memory_leaves_the_state_of_one_from_the_device(dtyp
     assert {x.sharding.memory_kind for x in jax.tree.leaves(found[1]) if x.size >= 4096} == {"pinned_host"}
 
 
-def test_a_large_update_in_8_bits_is_that_of_all_layers_together_and_holds_the_values_of_one(monkeypatch):
-    monkeypatch.setattr(host_states, "_LARGE_LAYER", 64 * 512)
-    learner = make_task(learner={"opt_state_dtype": "8bit"}).learner
-    shape = (32, 64, 512)
-    hparams = {"params": {"w": base_layer.WeightHParams(shape[1:], repeat_prefix=shape[:1])}}
-    tx = learner.get_grad_tx(hparams)
-    rng = np.random.default_rng(0)
+def in_8_bits(hparams):
+    """Returns the learner's update, one of all layers together, and their arguments: state, variables and gradients."""
+    learner = make_task(learner={"opt_state_dtype_rules": [(MOMENTS, "8bit")]}).learner
+    tx, rng = learner.get_grad_tx(hparams), np.random.default_rng(0)
     # Whole numbers, so that the gradients' norm is the same in any order of summation.
-    mdl_vars, grads = ({"params": {"w": rng.integers(-9, 10, shape).astype(np.float32)}} for _ in range(2))
+    make = lambda p: rng.integers(-9, 10, p.full_shape).astype(np.float32)  # noqa: E731
+    mdl_vars, grads = jax.tree.map(make, hparams), jax.tree.map(make, hparams)
     dtypes = opt_state_dtypes.kept_dtypes(learner, tx.init, mdl_vars)
 
     def by_layer(state, mdl_vars, grads):
@@ -134,16 +133,40 @@ def test_a_large_update_in_8_bits_is_that_of_all_layers_together_and_holds_the_v
             updates, new = tx.update(scaled, opt_state_dtypes.loaded(dtypes, state), mdl_vars)
             return updates, opt_state_dtypes.stored(dtypes, new)
 
-    given = opt_state_dtypes.initial(learner, tx.init, mdl_vars), mdl_vars, grads
+    return by_layer, together, (opt_state_dtypes.initial(learner, tx.init, mdl_vars), mdl_vars, grads)
+
+
+MATRIX, VECTOR = (
+    base_layer.WeightHParams([64, 512], repeat_prefix=[32]),
+    base_layer.WeightHParams([], repeat_prefix=[32]),
+)
+
+
+@pytest.mark.parametrize(
+    "hparams",
+    [
+        {"w": MATRIX},
+        pytest.param({"w": MATRIX, "number_of_each_layer": VECTOR}, marks=pytest.mark.full),
+        pytest.param({"w": MATRIX, "same_group": stacked(5, layers=32)}, marks=pytest.mark.full),
+    ],
+)
+def test_a_large_update_in_8_bits_is_that_of_all_layers_together(monkeypatch, hparams):
+    monkeypatch.setattr(host_states, "_LARGE_LAYER", 1)
+    by_layer, together, given = in_8_bits({"params": hparams})
     found, expected = (jax.tree.map(np.asarray, jax.jit(step)(*given)) for step in (by_layer, together))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if EXACT or x.dtype != np.uint8:
             assert_same(x, y)
         else:  # a moment whose last bit is different may be rounded to another level
             assert np.mean(x != y) < 1e-4
-    of_layers, of_all = (jax.jit(f, donate_argnums=(0, 2)).lower(*given).compile() for f in (by_layer, together))
-    needed, otherwise = (step.memory_analysis().temp_size_in_bytes for step in (of_layers, of_all))
-    assert needed < 0.7 * otherwise
+
+
+def test_a_large_update_in_8_bits_holds_the_float32_values_of_one_layer(monkeypatch):
+    monkeypatch.setattr(host_states, "_LARGE_LAYER", 1)
+    *steps, given = in_8_bits({"params": {"w": MATRIX}})
+    compiled = (jax.jit(step, donate_argnums=(0, 2)).lower(*given).compile() for step in steps)
+    needed, together = (step.memory_analysis().temp_size_in_bytes for step in compiled)
+    assert needed < 0.7 * together
 
 
 def make_task(experiment=StdlibBytesTiny, learner=None, **train):
