@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # States in 8 bits are updated layer by layer if a layer of one has this many elements for each device of the mesh. A loop takes
 # time, and saves little memory for smaller ones.
-_LARGE_LAYER = 2**20
+_LARGE_LAYER = 2**19
 DEVICE, PINNED_HOST = "device", "pinned_host"
 MEMORY_KINDS = (DEVICE, PINNED_HOST)
 # A lowered program's name for a move between memories; a compiled program's line that makes a host buffer (memory space 5).
