@@ -225,7 +225,7 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
     bools, True for variables outside the group."""
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
-    if not _needs_loop(states):
+    if not any(map(_is_stored_part, jax.tree.leaves(states, is_leaf=_is_stored_part))):
         return {}
     stackings = {_stacking(p) for p in jax.tree.leaves(hparams)}
     found = {}
@@ -242,22 +242,26 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
     return found
 
 
+def _is_stored_part(x: Any) -> bool:
+    return is_host_part(x) or isinstance(x, opt_state_dtypes.Bytes)
+
+
 def _needs_loop(states: PyTree) -> bool:
-    """Returns True if a part of an optimizer state is in host memory, or if it is large and in 8 bits. Layers are dimension 0.
+    """Returns True if a part of repeated layers' state is in host memory, or if it is large and in 8 bits.
 
     Returns False if a part in 8 bits has one number per layer: the scale of its row is that of all layers.
     """
     found = False
     devices = max(1, jax.sharding.get_abstract_mesh().size)
-    for x in jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, opt_state_dtypes.Bytes) or is_host_part(x)):
+    for x in jax.tree.leaves(states, is_leaf=_is_stored_part):
         if not isinstance(x, opt_state_dtypes.Bytes):
             found |= is_host_part(x)
             continue
         codes = x.codes_8bit
-        shape = codes.array.shape if is_host_part(codes) else codes.shape
-        if len(shape) == 1:
+        _, *of_layer = codes.array.shape if is_host_part(codes) else codes.shape
+        if not of_layer:
             return False
-        found |= is_host_part(codes) or math.prod(shape[1:]) >= _LARGE_LAYER * devices
+        found |= is_host_part(codes) or math.prod(of_layer) >= _LARGE_LAYER * devices
     return found
 
 

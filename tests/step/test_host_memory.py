@@ -163,7 +163,7 @@ def test_a_large_update_in_8_bits_is_that_of_all_layers_together(monkeypatch, hp
 
 def test_a_large_update_in_8_bits_holds_the_float32_values_of_one_layer(monkeypatch):
     monkeypatch.setattr(host_states, "_LARGE_LAYER", 1)
-    *steps, given = in_8_bits({"params": {"w": MATRIX}})
+    *steps, given = in_8_bits({"params": {"w": MATRIX, "scale_behind_the_layers": base_layer.WeightHParams([4096])}})
     compiled = (jax.jit(step, donate_argnums=(0, 2)).lower(*given).compile() for step in steps)
     needed, together = (step.memory_analysis().temp_size_in_bytes for step in compiled)
     assert needed < 0.7 * together
