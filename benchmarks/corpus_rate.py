@@ -4,10 +4,12 @@
 
 Four pairs: JSON lines (json), Parquet (pyarrow), TFRecord of tf.train.Example (tf.data and TensorFlow's class of examples) and
 ArrayRecord (array_record, in a random order). The loops use the same tokenizer, 64 documents at a time, and the same packing;
-they have no position, no shares of processes, no shuffle of rows and no checks. A turn reads all once. Documents are parts of
-the standard library's files, 3,000 bytes each; the tokenizer is a byte-level BPE of 4,096 tokens trained on them. On a shared
-machine, trust the ratio of processor times. Also, each in a process of its own: how full the rows of the library's functions
-are, memory and threads of 35 sources against one, and the start of an input over a billion documents, made up when read.
+they have no position, no shares of processes, no shuffle of rows and no checks. Each turn reads the whole corpus once, from
+opening the files to the last batch. Documents are the files of the standard library in parts of 3,000 bytes, and the tokenizer is
+a byte-level BPE of 4,096 tokens trained on them. On a shared machine, trust the ratio of processor times.
+
+Also, each in a process of its own: how full the rows of the library's functions are, the memory and threads of a mixture of 35
+sources against one, and the start of an input over a billion documents that are made up when they are read.
 """
 
 from __future__ import annotations
@@ -317,9 +319,7 @@ def measure_fill() -> dict[str, Any]:
     """Packs the functions of the standard library as documents, read by byte."""
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "functions.jsonl")
-        with open(path, "w", encoding="utf-8") as file:
-            for text in _functions():
-                file.write(json.dumps({"text": text}) + "\n")
+        _write_json_lines(list(_functions()), path)
         source = build(Documents(path))
         read_all(source)
         return {"fill": source.fill}

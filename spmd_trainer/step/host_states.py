@@ -251,18 +251,13 @@ def _needs_loop(states: PyTree) -> bool:
 
     Returns False if a part in 8 bits has one number per layer: the scale of its row is that of all layers.
     """
-    found = False
-    devices = max(1, jax.sharding.get_abstract_mesh().size)
-    for x in jax.tree.leaves(states, is_leaf=_is_stored_part):
-        if not isinstance(x, opt_state_dtypes.Bytes):
-            found |= is_host_part(x)
-            continue
-        codes = x.codes_8bit
-        _, *of_layer = codes.array.shape if is_host_part(codes) else codes.shape
-        if not of_layer:
-            return False
-        found |= is_host_part(codes) or math.prod(of_layer) >= _LARGE_LAYER * devices
-    return found
+    stored = jax.tree.leaves(states, is_leaf=_is_stored_part)
+    codes = [x.codes_8bit for x in stored if isinstance(x, opt_state_dtypes.Bytes)]
+    of_layers = [(x.array if is_host_part(x) else x).shape[1:] for x in codes]
+    if not all(of_layers):
+        return False
+    large = _LARGE_LAYER * max(1, jax.sharding.get_abstract_mesh().size)
+    return any(map(is_host_part, (*stored, *codes))) or any(math.prod(shape) >= large for shape in of_layers)
 
 
 def _without(tree: PyTree, others: PyTree) -> PyTree:

@@ -67,11 +67,8 @@ class Chips:
         return whole // job.partitioner.mesh_shape()["mdl"]
 
     def block(self, job: Job) -> int:
-        return (
-            self.logits
-            * min(plan_prediction.rows_of_device(job, job.partitioner.num_minibatches), BLOCK_ROWS)
-            // BLOCK_ROWS
-        )
+        rows = plan_prediction.rows_of_device(job, job.partitioner.num_minibatches)
+        return self.logits * min(rows, BLOCK_ROWS) // BLOCK_ROWS
 
     def plan(self, job: Job):
         policy = str(job.task.model.lm_tpl.checkpoint_policy)

@@ -40,7 +40,6 @@ NO_JOINED_PRODUCTS = "--xla_cpu_max_isa=AVX"
 EXACT = NO_JOINED_PRODUCTS in os.environ.get("XLA_FLAGS", "")
 # Dimension 0 of "layers" is that of repeated layers; the mesh (x=2, y=4) divides none of the others.
 SHAPES = {"layers": (3, 65, 67), "head": (101, 63), "scale": (3, 5)}
-MOMENTS = "/(m|v)/"
 SPECS = {"layers": P(None, "x", "y"), "head": P("y", "x"), "scale": P()}
 
 
@@ -116,7 +115,7 @@ def test_an_update_from_host_memory_leaves_the_state_of_one_from_the_device(dtyp
 
 def in_8_bits(hparams):
     """Returns the learner's update, one of all layers together, and their arguments: state, variables and gradients."""
-    learner = make_task(learner={"opt_state_dtype_rules": [(MOMENTS, "8bit")]}).learner
+    learner = make_task(learner={"opt_state_dtype_rules": [("/(m|v)/", "8bit")]}).learner
     tx, rng = learner.get_grad_tx(hparams), np.random.default_rng(0)
     # Whole numbers, so that the gradients' norm is the same in any order of summation.
     make = lambda p: rng.integers(-9, 10, p.full_shape).astype(np.float32)  # noqa: E731
@@ -136,10 +135,8 @@ def in_8_bits(hparams):
     return by_layer, together, (opt_state_dtypes.initial(learner, tx.init, mdl_vars), mdl_vars, grads)
 
 
-MATRIX, VECTOR = (
-    base_layer.WeightHParams([64, 512], repeat_prefix=[32]),
-    base_layer.WeightHParams([], repeat_prefix=[32]),
-)
+MATRIX = base_layer.WeightHParams([64, 512], repeat_prefix=[32])
+VECTOR = base_layer.WeightHParams([], repeat_prefix=[32])
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,16 @@ def get_eval_hparams_for_seqio(
     seqio = import_seqio("get_eval_hparams_for_seqio")
     given = task_or_mixture_name
     whole = seqio.get_mixture_or_task(given) if isinstance(given, str) else given
-    # Rows to predict hold the token that ends the row, and no other target.
-    short = {"targets": 1} if metric_type is MetricType.PREDICT else {}
-    keep_all = pass_entire_feature_lengths or (eval_metrics_retain_task_features and not short)
-    others = feature_lengths if keep_all else {}
-    lengths = {name: feature_lengths[name] for name in ("inputs", "targets")} | dict(others) | short
+    predicts = metric_type is MetricType.PREDICT
+    lengths = {name: feature_lengths[name] for name in ("inputs", "targets")}
+    if pass_entire_feature_lengths or (eval_metrics_retain_task_features and not predicts):
+        lengths |= feature_lengths
+    if predicts:
+        lengths["targets"] = 1  # only the token that ends the row
     configs = []
     for task in seqio.get_subtasks(whole):
         split = select_split(task.name, split_name)
-        declared = task.predict_metric_fns if metric_type is MetricType.PREDICT else task.score_metric_fns
+        declared = task.predict_metric_fns if predicts else task.score_metric_fns
         if (check_split_exists and split not in task.splits) or (require_metric_fns and not declared):
             logging.warning("task %s is left out: it lacks split %r or %s metrics", task.name, split, metric_type)
             continue
